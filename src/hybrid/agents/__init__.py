@@ -1,0 +1,1 @@
+"""Agents: durable mailboxes, behaviours and the hosts that run them on cheap, reclaimable nodes."""

@@ -1,0 +1,136 @@
+"""The task envelope: what one agent is asked, by whom, until when and at what cost. Versioned.
+
+    scheduled → queued → leased → waiting (on a child, a person, a timer: lease and slot are free)
+                                → done | failed | cancelled | dead
+
+`failed` is an answer ("this cannot be done"), `dead` is a task given up after its attempts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from hybrid.errors import InvalidRequest
+
+ENVELOPE_VERSION = 1
+
+State = Literal["scheduled", "queued", "leased", "waiting", "done", "failed", "cancelled", "dead"]
+TERMINAL: frozenset[State] = frozenset({"done", "failed", "cancelled", "dead"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a root task and everything beneath it may spend; None is no limit."""
+
+    tokens: int | None = None
+    usd: float | None = None
+    hops: int | None = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One request to one agent. Children inherit root, deadline, tenant, trace and budget.
+
+    Times are UNIX seconds. `input` is any JSON value. `attempt` is the fencing token: 0 until
+    the first lease, then the number of the current one.
+    """
+
+    agent: str
+    input: Any
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    tenant: str = "default"
+    conversation: str | None = None
+    parent: str | None = None
+    root: str = ""
+    reply_to: str | None = None
+    deadline: float | None = None
+    budget: Budget = field(default_factory=Budget)
+    idempotency_key: str | None = None
+    priority: int = 0
+    not_before: float | None = None
+    attempt: int = 0
+    max_attempts: int | None = None
+    trace: dict[str, str] = field(default_factory=dict)
+    created: float = field(default_factory=time.time)
+    v: int = ENVELOPE_VERSION
+
+    def __post_init__(self) -> None:
+        if not self.root:
+            object.__setattr__(self, "root", self.id)
+
+    def child(self, agent: str, input: Any, *, key: str) -> Task:
+        """A task beneath this one. `key` makes its id the same on every retry of the parent."""
+        return Task(
+            id=uuid.uuid5(uuid.NAMESPACE_OID, f"{self.id}/{key}").hex,
+            agent=agent,
+            input=input,
+            tenant=self.tenant,
+            parent=self.id,
+            root=self.root,
+            reply_to=self.id,
+            deadline=self.deadline,
+            budget=self.budget,
+            priority=self.priority,
+            trace=self.trace,
+        )
+
+    def with_attempt(self, attempt: int) -> Task:
+        """The same task under another lease."""
+        return replace(self, attempt=attempt)
+
+    def to_json(self) -> str:
+        """Compact JSON, as stored."""
+        return json.dumps(asdict(self), separators=(",", ":"), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, raw: str | bytes) -> Task:
+        """Read a stored envelope.
+
+        Raises:
+            InvalidRequest: not an envelope, or of a version this code does not know.
+        """
+        try:
+            data = json.loads(raw)
+            version = data["v"]
+            if version != ENVELOPE_VERSION:
+                raise InvalidRequest(
+                    f"task envelope version {version!r}; this hybrid reads {ENVELOPE_VERSION}"
+                )
+            data["budget"] = Budget(**data["budget"])
+            return cls(**data)
+        except (ValueError, TypeError, KeyError) as e:
+            raise InvalidRequest(f"not a task envelope: {e!r}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One line of a task's history."""
+
+    attempt: int
+    host: str
+    at: float
+    outcome: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskView:
+    """What `GET /v1/tasks/{id}` shows: the envelope, where it stands, and what became of it."""
+
+    task: Task
+    state: State
+    result: Any = None
+    error: str | None = None
+    attempts: int = 0
+    updated: float = 0.0
+    history: tuple[Attempt, ...] = ()
+    usage: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will happen to it."""
+        return self.state in TERMINAL

@@ -1,0 +1,1 @@
+"""The cluster: checks of cluster.yaml, and both pools on one machine."""

@@ -1,0 +1,1 @@
+"""The inference engine: continuous batching over heterogeneous LoRA adapters, without Ray."""

@@ -1,0 +1,1 @@
+"""Training: a corpus becomes a published base, and a base becomes published adapters."""
