@@ -1,0 +1,458 @@
+"""`hybrid.open()` and the verbs: every command of the CLI is a method of `Project`.
+
+    p = hybrid.open("hybrid.yaml")
+    p.train(); p.specialise(); p.up(); p.ask("Delaware County Juvenile Court")
+
+Nothing heavy is imported before a verb needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid import config as configs
+from hybrid.cluster.local import LocalCluster, State, free_port
+from hybrid.config import AgentConfig, ProjectConfig
+from hybrid.errors import NotFound, PortInUse, Unavailable
+
+if TYPE_CHECKING:
+    import httpx
+
+    from hybrid.registry import Manifest, Registry, Release
+
+NAMESPACE = "hybrid"
+Progress = Callable[[dict[str, Any]], None]
+
+
+def open(path: str | Path = "hybrid.yaml", overrides: dict[str, Any] | None = None) -> Project:
+    """Read a project file.
+
+    Args:
+        path: a hybrid.yaml.
+        overrides: dotted key paths to values, e.g. `{"training.steps": 10}`.
+
+    Raises:
+        ConfigError: see `hybrid.config.load`.
+    """
+    return Project(configs.load(path, overrides))
+
+
+class Project:
+    """One project: its configuration and the verbs on it.
+
+    Verbs that need Ray use, in this order: the cluster at RAY_ADDRESS, the project's running local
+    cluster, or a local cluster of their own that ends with the call.
+    """
+
+    def __init__(self, config: ProjectConfig) -> None:
+        self.config = config
+        self.local = LocalCluster(config)
+
+    @property
+    def registry(self) -> Registry:
+        """The registry that `registry.root` names."""
+        from hybrid.registry import Registry
+
+        return Registry(self.config.registry.root, cache=self.config.registry.cache)
+
+    @property
+    def alias(self) -> str:
+        """The served release, e.g. `legal-base@stable`."""
+        return f"{self.config.model.name}@{self.config.serving.alias}"
+
+    # --- training -----------------------------------------------------------------------
+
+    def train(self, *, fresh: bool = False, on_progress: Progress | None = None) -> Manifest:
+        """Train and publish the base. The first base also becomes the served release.
+
+        A later base changes nothing that is served: `specialise(base=…)` builds its release.
+        Running it again resumes a killed run, and returns at once what is already published.
+
+        Raises:
+            DataError, ConfigError, TrainingError, PlacementError, RegistryError.
+        """
+        from hybrid.training.trainer import train_base
+
+        with self.ray():
+            manifest = train_base(self.config, self.registry, fresh=fresh, on_progress=on_progress)
+        try:
+            self.registry.release(self.alias)
+        except NotFound:
+            self.registry.publish_release(
+                self.config.model.name, manifest.digest, {}, alias=self.config.serving.alias
+            )
+        return manifest
+
+    def specialise(
+        self,
+        only: Sequence[str] | None = None,
+        *,
+        base: str | None = None,
+        force: bool = False,
+        on_progress: Progress | None = None,
+    ) -> dict[str, Manifest]:
+        """Train adapters, publish them, and add them to the served release.
+
+        Args:
+            only: names in `adapters`; None is all of them.
+            base: reference of the base to train on, e.g. `legal-base@v2`; None is the served one.
+                With another base than the served one, the release moves to it in one step with
+                all its new adapters.
+            force: publish even what does not beat the majority class.
+
+        Raises:
+            NotFound: no base is published, or `only` names no adapter of the project.
+            TrainingError, DataError, PlacementError, RegistryError.
+        """
+        from hybrid.training.specialise import specialise
+
+        registry, name = self.registry, self.config.model.name
+        unknown = sorted(set(only or ()) - set(self.config.adapters))
+        if unknown:
+            raise NotFound(
+                f"adapters: no {', '.join(unknown)}; there are: {', '.join(self.config.adapters)}"
+            )
+        release = self._release()
+        digest = registry.resolve(base).manifest.digest if base else release.base_digest
+        with self.ray():
+            done = specialise(
+                self.config,
+                registry,
+                base=f"{name}@{digest}",
+                only=only,
+                force=force,
+                on_progress=on_progress,
+            )
+        adapters = {adapter: manifest.digest for adapter, manifest in done.items()}
+        if digest == release.base_digest:
+            registry.update_release(name, alias=self.config.serving.alias, add=adapters)
+        elif only is None:
+            registry.publish_release(name, digest, adapters, alias=self.config.serving.alias)
+        return done
+
+    def _release(self) -> Release:
+        try:
+            return self.registry.release(self.alias)
+        except NotFound:
+            raise NotFound(f"{self.alias} is not published yet; run `hybrid train` first") from None
+
+    # --- running ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def ray(self) -> Iterator[None]:
+        """A connection to Ray for the length of a verb; nested uses share the outer one."""
+        import ray
+
+        if ray.is_initialized():
+            yield
+            return
+        state = self.local.state()
+        own = None
+        if state is None and "RAY_ADDRESS" not in os.environ:
+            state = own = self.local.start(bound=True)
+        try:
+            if state is not None:
+                self.local.enter(state)
+            ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
+            try:
+                yield
+            finally:
+                ray.shutdown()
+        finally:
+            if own is not None:
+                self.local.stop()
+                os.environ.pop("RAY_ADDRESS", None)
+
+    def up(self, *, bound: bool = False, on_step: Callable[[str], None] | None = None) -> str:
+        """Serve the release and start the agents. Returns the endpoint's base URL.
+
+        Args:
+            bound: a local cluster started here ends with this process.
+            on_step: called with what is being done.
+
+        Raises:
+            NotFound: nothing is published. PortInUse, StoreUnavailable, PlacementError,
+            Unavailable: what could not start.
+        """
+        step = on_step or (lambda text: None)
+        release = self._release()
+        state = self.local.state()
+        started = False
+        if state is None and "RAY_ADDRESS" not in os.environ:
+            self.check_port()
+            step("starting the cluster")
+            state = self.local.start(bound=bound)
+            started = True
+        try:
+            step(f"serving {self.config.model.name} with {len(release.adapters)} adapters")
+            with self.ray():
+                return self._deploy(state, step)
+        except BaseException:
+            if started:
+                self.local.stop()
+            raise
+
+    def _deploy(self, state: State | None, step: Callable[[str], None]) -> str:
+        import asyncio
+
+        from ray import serve
+
+        from hybrid.agents.swarm import start_swarm
+        from hybrid.gateway.app import APP_NAME, build
+
+        serving = self.config.serving
+        store_url = self._store_url(state)
+        asyncio.run(self._apply_agents(store_url))
+        port = serving.port
+        if not self._endpoint_file.exists():
+            port = self.check_port()
+            serve.start(
+                http_options={"host": serving.host, "port": port, "location": "HeadOnly"},
+                logging_config={"enable_access_log": False},
+            )
+        else:
+            port = int(json.loads(self._endpoint_file.read_text())["port"])
+        serve.run(
+            build({"config": self.config.model_dump(mode="json"), "store_url": store_url}),
+            name=APP_NAME,
+            route_prefix="/",
+        )
+        step(f"starting {self.config.agents.swarm.hosts} agent hosts")
+        start_swarm(self.config, store_url)
+        url = f"http://{serving.host}:{port}"
+        self._endpoint_file.parent.mkdir(parents=True, exist_ok=True)
+        self._endpoint_file.write_text(json.dumps({"url": url, "port": port}))
+        _wait_healthy(url)
+        return url
+
+    async def _apply_agents(self, store_url: str) -> None:
+        from hybrid.agents.mailbox import Mailbox
+        from hybrid.agents.spec import SpecStore
+        from hybrid.agents.store import check, connect
+
+        client = connect(store_url)
+        try:
+            await check(client)
+            await Mailbox(client, self.config.store).install()
+            await SpecStore(client).apply_file(self.config.agents.specs)
+        finally:
+            await client.aclose()
+
+    def _store_url(self, state: State | None) -> str:
+        url = self.config.store.url or (state.store_url if state else None)
+        if url is None:
+            raise Unavailable(
+                "store.url is missing: an embedded store is for one machine; on a cluster name a"
+                " Valkey or Redis that every node reaches"
+            )
+        return url
+
+    def check_port(self) -> int:
+        """The port to listen on; refuses one that is taken."""
+        import socket
+
+        serving = self.config.serving
+        if not serving.port:
+            return free_port()
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                s.bind((serving.host, serving.port))
+            except OSError as e:
+                raise PortInUse(
+                    f"serving.port: {serving.host}:{serving.port} cannot be used ({e.strerror});"
+                    " stop what listens there or set another (0 picks a free one)"
+                ) from None
+        return serving.port
+
+    def down(self) -> bool:
+        """Stop serving, the agents and the local cluster. False when nothing ran.
+
+        Queued tasks stay in the store, and are done after the next `up`.
+        """
+        state = self.local.state()
+        self._endpoint_file.unlink(missing_ok=True)
+        if state is None and "RAY_ADDRESS" not in os.environ:
+            return False
+        if state is None:
+            from ray import serve
+
+            from hybrid.agents.swarm import stop_swarm
+
+            with self.ray():
+                stop_swarm()
+                serve.shutdown()
+            return True
+        return self.local.stop()
+
+    # --- asking -------------------------------------------------------------------------
+
+    @property
+    def _endpoint_file(self) -> Path:
+        return self.config.run.dir / "local" / "endpoint.json"
+
+    @property
+    def url(self) -> str:
+        """The endpoint's base URL.
+
+        Raises:
+            Unavailable: it is not up.
+        """
+        if self.local.state() is None and "RAY_ADDRESS" not in os.environ:
+            self._endpoint_file.unlink(missing_ok=True)
+        try:
+            return str(json.loads(self._endpoint_file.read_text())["url"])
+        except FileNotFoundError:
+            raise Unavailable("the endpoint is not up; run `hybrid up` first") from None
+
+    def http(self, timeout_s: float = 60) -> httpx.Client:
+        """A client of the endpoint, with the first configured key."""
+        import httpx
+
+        keys = self.config.serving.api_keys
+        headers = {"Authorization": f"Bearer {keys[0].partition(':')[2]}"} if keys else {}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s)
+
+    def ask(
+        self, question: str, *, agent: str | None = None, timeout_s: float = 60
+    ) -> dict[str, Any]:
+        """Ask an agent over HTTP; by default the project's front agent (a chain, or a router).
+
+        Returns:
+            The finished task as `GET /v1/tasks/{id}` shows it.
+
+        Raises:
+            Unavailable: the endpoint is not up. NotFound: no such agent.
+        """
+        name = agent or self.front_agent
+        with self.http(timeout_s + 5) as client:
+            return request(
+                client,
+                "POST",
+                f"/v1/agents/{name}/tasks",
+                json={"input": question, "wait_s": timeout_s, "timeout_s": timeout_s},
+            )
+
+    @property
+    def front_agent(self) -> str:
+        """The agent asked when none is named."""
+        for behaviour in ("chain", "route"):
+            for name, spec in self.config.agents.specs.items():
+                if spec.behaviour == behaviour:
+                    return name
+        raise NotFound("agents.specs: no chain or route agent to ask; name one with --agent")
+
+    # --- looking after it ---------------------------------------------------------------
+
+    def agents(self) -> list[dict[str, Any]]:
+        """The agents that are applied now."""
+        with self.http() as client:
+            found: list[dict[str, Any]] = request(client, "GET", "/v1/agents")["data"]
+            return found
+
+    def agent(self, name: str) -> dict[str, Any]:
+        """One agent and its mailbox."""
+        with self.http() as client:
+            return request(client, "GET", f"/v1/agents/{name}")
+
+    def add_agent(self, name: str, spec: AgentConfig | dict[str, Any]) -> dict[str, Any]:
+        """Add or replace an agent while everything runs."""
+        body = spec.model_dump(mode="json") if isinstance(spec, AgentConfig) else spec
+        with self.http() as client:
+            return request(client, "PUT", f"/v1/agents/{name}", json=body)
+
+    def remove_agent(self, name: str) -> None:
+        """Remove an agent."""
+        with self.http() as client:
+            request(client, "DELETE", f"/v1/agents/{name}")
+
+    def models(self) -> list[dict[str, Any]]:
+        """Everything published, newest version first, and what is served."""
+        registry = self.registry
+        try:
+            release = registry.release(self.alias)
+            served = {release.base_digest, *release.adapters.values()}
+        except NotFound:
+            served = set()
+        rows = [
+            {**m.model_dump(mode="json", exclude={"files"}), "served": m.digest in served}
+            for kind in ("base", "adapter")
+            for m in registry.list(kind)
+        ]
+        return sorted(rows, key=lambda r: (r["kind"] != "base", r["name"], -r["version"]))
+
+    def status(self) -> dict[str, Any]:
+        """What runs: cluster, endpoint, release, hosts."""
+        state = self.local.state()
+        result: dict[str, Any] = {"project": self.config.run.name, "cluster": None, "url": None}
+        with contextlib.suppress(NotFound):
+            release = self.registry.release(self.alias)
+            result["release"] = {
+                "name": self.alias,
+                "version": release.version,
+                "base": release.base_digest,
+                "adapters": release.adapters,
+            }
+        if state is None and "RAY_ADDRESS" not in os.environ:
+            return result
+        if state is not None:
+            result["cluster"] = {"pid": state.pid, "address": state.ray_address}
+            result["cluster"]["dashboard"] = state.dashboard
+        with contextlib.suppress(Unavailable):
+            result["url"] = self.url
+            from hybrid.agents.swarm import swarm_status
+
+            with self.ray():
+                result["swarm"] = swarm_status()
+        return result
+
+
+def request(client: httpx.Client, method: str, path: str, **kwargs: Any) -> Any:
+    """One call of our endpoint; its error envelope becomes the error it was.
+
+    Raises:
+        Unavailable: nobody answers. Otherwise the HybridError of the envelope's code.
+    """
+    import httpx
+
+    from hybrid import errors
+
+    try:
+        response = client.request(method, path, **kwargs)
+    except httpx.HTTPError as e:
+        raise Unavailable(f"{client.base_url}: {e}; is it up? (`hybrid status`)") from None
+    if response.is_success:
+        return response.json() if response.content else None
+    try:
+        body = response.json()["error"]
+        code, message, param = body["code"], body["message"], body["param"]
+    except (ValueError, KeyError, TypeError):
+        raise Unavailable(f"{response.request.url}: HTTP {response.status_code}") from None
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, errors.HybridError) and kind.code == code:
+            raise kind(message, param=param)
+    raise errors.HybridError(message, param=param)
+
+
+def _wait_healthy(url: str, timeout_s: float = 60) -> None:
+    """Until the gateway answers and lists its models."""
+    import httpx
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            answer = httpx.get(f"{url}/healthz", timeout=5)
+            if answer.is_success:
+                return
+            last = f"HTTP {answer.status_code}"
+        except httpx.HTTPError as e:
+            last = str(e)
+        if time.monotonic() > deadline:
+            raise Unavailable(f"{url} does not answer after {timeout_s:g} s: {last}")
+        time.sleep(0.1)
