@@ -74,6 +74,8 @@ class ScoreRequest:
     """Score a closed set of continuations of one prompt.
 
     `normalise="sum"` returns the log probability of the whole choice, `"mean"` per token.
+    `end`: the end-of-text token belongs to each choice, as it does to the answers specialists are
+    trained on; without it a choice that begins another would be favoured.
     """
 
     id: str
@@ -81,6 +83,7 @@ class ScoreRequest:
     prompt: str
     choices: tuple[str, ...]
     normalise: Literal["sum", "mean"] = "sum"
+    end: bool = True
     tenant: str = "default"
     deadline: float | None = None
 
