@@ -1,0 +1,312 @@
+"""The engine: `step()` is schedule → run → sample. Synchronous, one thread, no framework."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid.engine import sampler, scoring
+from hybrid.engine.adapters import load_adapter
+from hybrid.engine.kv_cache import KVCache, Span
+from hybrid.engine.lora import Adapter, JoinCache, LoraPlan
+from hybrid.engine.model import Decoder
+from hybrid.engine.scheduler import Item, Scheduler, Sequence
+from hybrid.engine.text import Codec, Stream
+from hybrid.errors import ContextTooLong, DeadlineExceeded, HybridError, InvalidRequest
+from hybrid.wire import FinishReason, Sampling
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something happened to a request: text, its end, or an error."""
+
+    sequence: Sequence
+    text: str = ""
+    token: int | None = None
+    logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    error: HybridError | None = None
+
+
+class Engine:
+    """One base, resident, and the adapters loaded beside it.
+
+    Args:
+        folder: a base in Hugging Face layout.
+        base_digest: its digest in the registry; adapters must be trained on it.
+        max_rows: requests decoded together.
+        max_queue: requests that may wait.
+        kv_tokens: tokens of key/value cache over all requests.
+        device: `cpu` or `cuda`; by default what is there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        base_digest: str,
+        *,
+        max_rows: int = 32,
+        max_queue: int = 256,
+        kv_tokens: int = 16384,
+        device: str | None = None,
+    ) -> None:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+        self.base_digest = base_digest
+        self.codec = Codec(folder)
+        self.decoder = Decoder(folder, where, dtype)
+        self.context = self.decoder.shape.context
+        rows = max(1, min(max_rows, kv_tokens // self.context))
+        self.cache = KVCache(self.decoder, rows, self.context)
+        self.scheduler = Scheduler(self.cache, max_queue=max_queue)
+        self.adapters: dict[str, Adapter] = {}
+        self.counters: Counter[str] = Counter()
+        self._joined = JoinCache()
+
+    # --- requests -----------------------------------------------------------------------
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: str | Seq[int],
+        sampling: Sampling,
+        *,
+        adapter: str | None = None,
+        tenant: str = "default",
+        deadline: float | None = None,
+        tag: Any = None,
+    ) -> Sequence:
+        """Queue a request.
+
+        Args:
+            adapter: digest of a loaded adapter; None is the base.
+            tag: kept on the sequence for the caller.
+
+        Raises:
+            InvalidRequest: an empty prompt, a bad setting. ContextTooLong. RateLimited.
+        """
+        ids = self.prompt_ids(prompt)
+        _check_sampling(sampling)
+        if len(ids) + sampling.max_tokens > self.context:
+            raise ContextTooLong(
+                f"{len(ids)} prompt tokens and max_tokens={sampling.max_tokens} do not fit the"
+                f" context of {self.context} tokens",
+                param="prompt" if len(ids) >= self.context else "max_tokens",
+            )
+        sequence = Sequence(
+            id=request_id,
+            prompt=ids,
+            sampling=sampling,
+            adapter=self._adapter(adapter),
+            tenant=tenant,
+            deadline=deadline,
+            stream=Stream(self.codec, sampling.stop),
+            draws=sampler.generator(sampling),
+            tag=tag,
+        )
+        self.scheduler.add(sequence)
+        if sequence.adapter:
+            sequence.adapter.in_use += 1
+        self.counters["requests"] += 1
+        return sequence
+
+    def prompt_ids(self, prompt: str | Seq[int]) -> list[int]:
+        """Token ids of a prompt. Raises InvalidRequest when empty or out of the vocabulary."""
+        ids = self.codec.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise InvalidRequest("prompt is empty", param="prompt")
+        wrong = next((t for t in ids if not 0 <= t < self.decoder.shape.vocab), None)
+        if wrong is not None:
+            raise InvalidRequest(
+                f"prompt: token {wrong} is not in the vocabulary of {self.decoder.shape.vocab}",
+                param="prompt",
+            )
+        return ids
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Take a request out; its slot is free for the next step. Ended ones are left alone."""
+        if not sequence.ended:
+            self._end(sequence)
+
+    @property
+    def idle(self) -> bool:
+        """Whether a step would do nothing."""
+        return not (self.scheduler.running or self.scheduler.waiting)
+
+    # --- the step -----------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Advance every running request by one token, or by a piece of its prompt."""
+        events = self._expire()
+        items = self.scheduler.plan()
+        if not items:
+            return events
+        hidden = self._run(items)
+        chosen = [item.sequence for item in items if item.last]
+        if chosen:
+            how = [(s.sampling, s.draws) for s in chosen]
+            tokens, logprobs = sampler.sample(self.decoder.logits(hidden), how)
+            for sequence, token, logprob in zip(chosen, tokens, logprobs, strict=True):
+                events.append(self._advance(sequence, token, logprob))
+        return events
+
+    def _run(self, items: list[Item]) -> torch.Tensor:
+        """Hidden states [N, hidden] of the items' last tokens, where one is chosen."""
+        ids: list[int] = []
+        positions: list[int] = []
+        spans: list[Span] = []
+        segments: list[tuple[int, int, Adapter]] = []
+        last: list[int] = []
+        for item in items:
+            s, start = item.sequence, len(ids)
+            ids += item.tokens
+            positions += range(s.computed, s.computed + len(item.tokens))
+            assert s.slot is not None
+            spans.append(Span(start, len(ids), s.slot, s.computed))
+            s.computed += len(item.tokens)
+            if item.last:
+                last.append(len(ids) - 1)
+            if s.adapter is not None:
+                if segments and segments[-1][2] is s.adapter:
+                    segments[-1] = (segments[-1][0], len(ids), s.adapter)
+                else:
+                    segments.append((start, len(ids), s.adapter))
+        device = self.decoder.device
+        self.counters["steps"] += 1
+        self.counters["run_tokens"] += len(ids)
+        hidden = self.decoder.forward(
+            torch.tensor(ids, device=device),
+            torch.tensor(positions, device=device),
+            self.cache.attention(spans),
+            LoraPlan(segments, self._joined),
+        )
+        return hidden[last]
+
+    def _advance(self, s: Sequence, token: int, logprob: float) -> Event:
+        if s.first_token is None:
+            s.first_token = time.monotonic()
+        if token in self.codec.ends:
+            self._end(s)
+            return Event(s, text=s.stream.finish(), finish_reason="stop")
+        s.output.append(token)
+        self.scheduler.charge(s)
+        self.counters["generated_tokens"] += 1
+        text = s.stream.push(token)
+        reason: FinishReason | None = None
+        if s.stream.stopped:
+            reason = "stop"
+        elif len(s.output) >= s.sampling.max_tokens:
+            text += s.stream.finish()
+            reason = "stop" if s.stream.stopped else "length"
+        if reason:
+            self._end(s)
+        return Event(s, text=text, token=token, logprob=logprob, finish_reason=reason)
+
+    def _end(self, s: Sequence) -> None:
+        s.ended = True
+        if s.adapter is not None:
+            s.adapter.in_use -= 1
+        self.scheduler.remove(s)
+
+    def _expire(self) -> list[Event]:
+        late = self.scheduler.expired(time.time())
+        events = [
+            Event(s, error=DeadlineExceeded(f"request {s.id}: its deadline has passed"))
+            for s in late
+        ]
+        for s in late:
+            self._end(s)
+        return events
+
+    # --- scoring and embedding ------------------------------------------------------------
+
+    @torch.inference_mode()
+    def score(
+        self, prompt: str, choices: Seq[str], *, adapter: str | None = None, end: bool = True
+    ) -> tuple[list[float], list[int], int]:
+        """Log probability of each choice after the prompt.
+
+        Returns:
+            (natural-log probabilities, tokens of each choice, tokens of the prompt)
+
+        Raises:
+            InvalidRequest: no choices, or an empty one. ContextTooLong.
+        """
+        ids = self.prompt_ids(prompt)
+        tail = [self.codec.end] if end else []
+        tokens = tuple(tuple(self.codec.encode_part(c) + tail) for c in choices)
+        if not tokens or not all(map(len, tokens)):
+            raise InvalidRequest("choices: at least one, none of them empty", param="choices")
+        longest = len(ids) + max(map(len, tokens))
+        if longest > self.context:
+            raise ContextTooLong(
+                f"prompt and the longest choice have {longest} tokens; the context is"
+                f" {self.context}",
+                param="prompt",
+            )
+        self.counters["scored_choices"] += len(tokens)
+        values = scoring.score(self.decoder, self._adapter(adapter), ids, tokens)
+        return values, [len(t) for t in tokens], len(ids)
+
+    @torch.inference_mode()
+    def embed(self, text: str, *, adapter: str | None = None) -> tuple[list[float], int]:
+        """(vector, tokens) of a text. Raises InvalidRequest, ContextTooLong."""
+        ids = self.prompt_ids(text)
+        if len(ids) > self.context:
+            raise ContextTooLong(
+                f"input has {len(ids)} tokens; the context is {self.context}", param="input"
+            )
+        self.counters["embedded_tokens"] += len(ids)
+        return scoring.embed(self.decoder, self._adapter(adapter), ids), len(ids)
+
+    # --- adapters -----------------------------------------------------------------------
+
+    def read_adapter(self, folder: Path, *, name: str, digest: str, base_digest: str) -> Adapter:
+        """Read and check an adapter; safe beside a running step. Raises AdapterRefused."""
+        return load_adapter(
+            folder,
+            self.decoder,
+            name=name,
+            digest=digest,
+            base_digest=base_digest,
+            served_base=self.base_digest,
+        )
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Make a read adapter servable."""
+        self.adapters[adapter.digest] = adapter
+        self.counters["adapter_loads"] += 1
+
+    def drop_adapter(self, digest: str) -> bool:
+        """Forget an adapter; False while requests use it."""
+        adapter = self.adapters.get(digest)
+        if adapter is None:
+            return True
+        if adapter.in_use:
+            return False
+        del self.adapters[digest]
+        self._joined.forget(digest)
+        return True
+
+    def _adapter(self, digest: str | None) -> Adapter | None:
+        """Never the base for a digest that is not loaded: that would be a bug, and a KeyError."""
+        return None if digest is None else self.adapters[digest]
+
+
+def _check_sampling(s: Sampling) -> None:
+    for name, fine, allowed in (
+        ("max_tokens", s.max_tokens >= 1, "at least 1"),
+        ("temperature", 0 <= s.temperature <= 10, "0 to 10"),
+        ("top_p", 0 < s.top_p <= 1, "above 0, at most 1"),
+        ("top_k", s.top_k >= 0, "0 (off) or more"),
+        ("stop", all(s.stop), "no empty strings"),
+    ):
+        if not fine:
+            raise InvalidRequest(f"{name}={getattr(s, name)!r}: allowed is {allowed}", param=name)
