@@ -50,6 +50,27 @@ def _rebuild(
     return kind(message, param=param, retry_after=retry_after)
 
 
+def from_envelope(
+    error: dict[str, Any], status: int, retry_after: str | None = None
+) -> HybridError:
+    """The error that an endpoint's envelope stands for, by its code, else by its status.
+
+    Args:
+        error: the body's `error` object, as `HybridError.envelope` makes it.
+    """
+    kinds = _all_kinds(HybridError)
+    code = error.get("code")
+    kind = next((k for k in kinds if k.code == code), None)
+    kind = kind or next((k for k in kinds if k.status == status), HybridError)
+    after = float(retry_after) if retry_after and retry_after.isdigit() else None
+    message = str(error.get("message") or f"HTTP {status}")
+    return kind(message, param=error.get("param"), retry_after=after)
+
+
+def _all_kinds(kind: type[HybridError]) -> list[type[HybridError]]:
+    return [k for sub in kind.__subclasses__() for k in (sub, *_all_kinds(sub))]
+
+
 class ConfigError(HybridError):
     """hybrid.yaml or a flag is wrong: the message names file, key, value and what is allowed."""
 

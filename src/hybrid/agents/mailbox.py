@@ -85,7 +85,6 @@ class Mailbox:
         self._waiters: dict[str, set[asyncio.Future[State]]] = {}
         self._work = asyncio.Event()
         self._listener: asyncio.Task[None] | None = None
-        self._due: float | None = None
 
     async def install(self) -> None:
         """Load the function library, if the store has none or another edition of it.
@@ -204,33 +203,38 @@ class Mailbox:
         while True:
             self._work.clear()
             found: list[Lease] = []
-            self._due = None
+            due: list[float] = []
             for step in range(len(self._prefixes)):
                 at = self._prefixes[(self._turn + step) % len(self._prefixes)]
                 if len(found) < count:
-                    found += await self._lease(at, agents, owner, count - len(found))
+                    found += await self._lease(at, agents, owner, count - len(found), due)
             self._turn += 1
             left = deadline - time.monotonic()
             if found or left <= 0:
                 return found
             sleep = min(left, _POLL_S)
-            if self._due is not None:
-                sleep = max(0.005, min(sleep, self._due - time.time()))
+            if due:
+                sleep = max(0.005, min(sleep, min(due) - time.time()))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._work.wait(), sleep)
 
     async def _lease(
-        self, at: str, agents: Sequence[str] | None, owner: str, count: int
+        self,
+        at: str,
+        agents: Sequence[str] | None,
+        owner: str,
+        count: int,
+        due: list[float],
     ) -> list[Lease]:
+        """Lease in one partition; appends when its next delay ends (UNIX seconds) to `due`."""
         lease_ms = int(self._config.lease_s * 1000)
         names = agents if agents is not None else ()
         if agents is not None and not agents:
             return []
         reply = await self._call("lease", at, owner, lease_ms, count, self._retain_ms, *names)
-        _, expires, items, due = reply
-        if due:
-            wake = float(due) / 1000
-            self._due = wake if self._due is None else min(self._due, wake)
+        _, expires, items, next_due = reply
+        if next_due:
+            due.append(float(next_due) / 1000)
         return [
             Lease(
                 task=Task.from_json(envelope).with_attempt(int(attempt)),
