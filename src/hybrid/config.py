@@ -222,6 +222,8 @@ class ServingConfig(_Section):
     """Model replicas, each one slot of the gpu pool."""
     cpus: float = Field(1, ge=0)
     """CPUs a model replica reserves."""
+    gpus: float = Field(0, ge=0)
+    """GPUs a model replica reserves."""
     threads: int = Field(1, ge=1)
     """torch threads of a replica where there is no GPU."""
     max_rows: int = Field(32, ge=1)

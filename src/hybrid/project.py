@@ -430,14 +430,10 @@ def request(client: httpx.Client, method: str, path: str, **kwargs: Any) -> Any:
     if response.is_success:
         return response.json() if response.content else None
     try:
-        body = response.json()["error"]
-        code, message, param = body["code"], body["message"], body["param"]
+        error = response.json()["error"]
     except (ValueError, KeyError, TypeError):
         raise Unavailable(f"{response.request.url}: HTTP {response.status_code}") from None
-    for kind in vars(errors).values():
-        if isinstance(kind, type) and issubclass(kind, errors.HybridError) and kind.code == code:
-            raise kind(message, param=param)
-    raise errors.HybridError(message, param=param)
+    raise errors.from_envelope(error, response.status_code, response.headers.get("retry-after"))
 
 
 def _wait_healthy(url: str, timeout_s: float = 60) -> None:

@@ -58,7 +58,7 @@ class TaskBody(BaseModel):
 @router.get("/agents")
 async def list_agents(svc: Svc, who: Tenant) -> dict[str, Any]:
     """Every agent."""
-    return {"object": "list", "data": [_spec_entry(s) for s in await svc.specs.list()]}
+    return {"object": "list", "data": [_spec_entry(s) for s in (await svc.specs.list()).values()]}
 
 
 @router.get("/agents/{name}")
@@ -71,7 +71,7 @@ async def get_agent(name: str, svc: Svc, who: Tenant) -> dict[str, Any]:
 @router.put("/agents/{name}")
 async def put_agent(name: str, body: AgentConfig, svc: Svc, who: Tenant) -> dict[str, Any]:
     """Add an agent or replace its spec; every host sees it within a second."""
-    return _spec_entry(await svc.specs.put(name, body, owner="api"))
+    return _spec_entry(await svc.specs.put(name, body))
 
 
 @router.delete("/agents/{name}", status_code=204)
@@ -124,7 +124,7 @@ async def _owned(svc: Services, task_id: str, who: str) -> TaskView:
 
 def _task(spec: AgentSpec, body: TaskBody, who: str, key: str | None) -> Task:
     now = time.time()
-    timeout = body.timeout_s if body.timeout_s is not None else spec.config.timeout_s
+    timeout = body.timeout_s if body.timeout_s is not None else spec.timeout_s
     return Task(
         agent=spec.name,
         input=body.input,
@@ -168,7 +168,7 @@ def _spec_entry(spec: AgentSpec) -> dict[str, Any]:
         "object": "agent",
         "owner": spec.owner,
         "version": spec.version,
-        "spec": spec.config.model_dump(mode="json"),
+        "spec": spec.config().model_dump(mode="json"),
     }
 
 
@@ -180,9 +180,9 @@ async def agent_models(svc: Services) -> list[dict[str, Any]]:
             "object": "model",
             "created": 0,
             "owned_by": "hybrid",
-            "hybrid": {"kind": "agent", "description": spec.config.description},
+            "hybrid": {"kind": "agent", "description": spec.description},
         }
-        for spec in await svc.specs.list()
+        for spec in (await svc.specs.list()).values()
     ]
 
 
@@ -197,7 +197,7 @@ async def answer_as_model(svc: Services, body: openai.ChatRequest, who: str) -> 
     """A chat completion whose answer an agent gives to the last user turn."""
     spec = await svc.specs.get(body.model.removeprefix(AGENT_PREFIX))
     task = _task(spec, TaskBody(input=body.question()), who, None)
-    view = await svc.mailbox.wait(await svc.mailbox.submit(task), spec.config.timeout_s + 1)
+    view = await svc.mailbox.wait(await svc.mailbox.submit(task), spec.timeout_s + 1)
     if view.state == "cancelled":
         raise Cancelled(f"task {task.id} was cancelled")
     if not view.finished:

@@ -77,7 +77,9 @@ def create_app(services: Services | None = None) -> FastAPI:
 class Gateway:
     """The ingress deployment: connects the store, finds the model, serves the application."""
 
-    async def __init__(self, project: ProjectConfig, store_url: str, model: Any) -> None:
+    async def __init__(  # type: ignore[misc] # Serve awaits an asynchronous constructor
+        self, project: ProjectConfig, store_url: str, model: Any
+    ) -> None:
         from hybrid.agents.mailbox import Mailbox
         from hybrid.agents.spec import SpecStore
         from hybrid.agents.store import connect

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from hybrid.errors import HybridError, InvalidRequest, ModelNotFound
 from hybrid.gateway import openai
 from hybrid.gateway.agent_routes import AGENT_PREFIX, agent_models, answer_as_model
 from hybrid.gateway.services import Services, services, tenant
+from hybrid.serving.model import join
 from hybrid.wire import Chunk, EmbedRequest, GenerateRequest, Sampling, ScoreRequest
 
 router = APIRouter(prefix="/v1")
@@ -53,7 +54,7 @@ async def completions(body: openai.CompletionRequest, svc: Svc, who: Tenant) -> 
     answer_id = openai.new_id("cmpl")
 
     def choice(index: int, chunk: Chunk) -> dict[str, Any]:
-        logprobs = None
+        logprobs: dict[str, Any] | None = None
         if body.logprobs is not None:
             logprobs = {"token_logprobs": list(chunk.logprobs), "tokens": [], "top_logprobs": None}
         return {
@@ -86,7 +87,7 @@ async def chat(body: openai.ChatRequest, svc: Svc, who: Tenant) -> Response:
     requests = [_request(body.model, who, body.prompt(), s) for s in samplings]
 
     def whole(index: int, chunk: Chunk) -> dict[str, Any]:
-        logprobs = None
+        logprobs: dict[str, Any] | None = None
         if body.logprobs:
             logprobs = {
                 "content": [
@@ -257,19 +258,7 @@ async def _gather(svc: Services, requests: list[GenerateRequest]) -> list[Chunk]
     """Whole answers, in the order of `requests`; the first error cancels the rest."""
 
     async def one(request: GenerateRequest) -> Chunk:
-        parts: list[Chunk] = []
-        async for chunk in svc.models.generate(request):
-            parts.append(chunk)
-        end = parts[-1]
-        return Chunk(
-            text="".join(p.text for p in parts),
-            token_ids=tuple(t for p in parts for t in p.token_ids),
-            logprobs=tuple(x for p in parts for x in p.logprobs),
-            finish_reason=end.finish_reason,
-            prompt_tokens=end.prompt_tokens,
-            completion_tokens=end.completion_tokens,
-            provenance=end.provenance,
-        )
+        return join([chunk async for chunk in svc.models.generate(request)])
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -281,7 +270,7 @@ async def _gather(svc: Services, requests: list[GenerateRequest]) -> list[Chunk]
 
 async def _merge(
     svc: Services, requests: list[GenerateRequest]
-) -> AsyncIterator[tuple[int, Chunk]]:
+) -> AsyncGenerator[tuple[int, Chunk]]:
     """Pieces of all answers as they come, each with its index."""
     queue: asyncio.Queue[tuple[int, Chunk] | HybridError | None] = asyncio.Queue(maxsize=64)
 

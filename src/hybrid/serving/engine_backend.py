@@ -1,0 +1,293 @@
+"""Our engine as a Backend: a thread steps it, an event loop talks to it, neither blocks.
+
+Everything that touches the engine runs on its thread, in the order it was asked for; tokens are
+handed to the loop that asked. An adapter is read and checked in another thread, so that a load
+never stops decoding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from hybrid.engine.engine import Engine, Event
+from hybrid.engine.scheduler import Sequence
+from hybrid.errors import HybridError, Unavailable
+from hybrid.serving.backend import AdapterRef, BackendInfo
+from hybrid.wire import (
+    Chunk,
+    EmbedRequest,
+    EmbedResult,
+    GenerateRequest,
+    Provenance,
+    ScoreRequest,
+    ScoreResult,
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_STOP_S = 10.0
+
+
+class _Listener:
+    """Where one request's events go: a queue of the loop that asked."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.queue: asyncio.Queue[Event | HybridError] = asyncio.Queue()
+
+    def put(self, item: Event | HybridError) -> None:
+        """Called on the engine's thread."""
+        try:
+            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+        except RuntimeError:  # the loop is closed: nobody listens any more
+            log.debug("an event had no listener")
+
+
+class EngineBackend:
+    """See `hybrid.serving.backend.Backend`.
+
+    Args:
+        engine: the engine; from now on only this backend's thread touches it.
+        release: shown in provenance, e.g. `legal-base@stable`.
+    """
+
+    def __init__(self, engine: Engine, *, release: str) -> None:
+        self._engine = engine
+        self._release = release
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running: dict[str, Sequence] = {}
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        self._failure: Unavailable | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread.start()
+
+    # --- the engine's thread --------------------------------------------------------------
+
+    def _work(self) -> None:
+        engine = self._engine
+        try:
+            while not self._closing:
+                try:
+                    # With nothing to step, wait; otherwise only look whether something came in.
+                    self._inbox.get(block=engine.idle, timeout=1.0)()
+                    continue
+                except queue.Empty:
+                    pass
+                if not engine.idle:
+                    for event in engine.step():
+                        self._deliver(event)
+            self._end_all(Unavailable("the model is shutting down", retry_after=1))
+        except BaseException as e:  # noqa: BLE001 - every request must learn of it
+            log.exception("the engine's thread ended")
+            self._end_all(Unavailable(f"the engine failed ({type(e).__name__}: {e})"))
+
+    def _deliver(self, event: Event) -> None:
+        sequence = event.sequence
+        listener: _Listener = sequence.tag
+        if event.finish_reason or event.error:
+            self._running.pop(sequence.id, None)
+        listener.put(event.error or event)
+
+    def _end_all(self, why: Unavailable) -> None:
+        self._failure = why
+        for sequence in self._running.values():
+            sequence.tag.put(why)
+        self._running.clear()
+        while not self._inbox.empty():  # each finds `_failure` set and passes it on
+            self._inbox.get()()
+
+    def _ask(self, call: Callable[[], T]) -> Future[T]:
+        """Have `call` run on the engine's thread, between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                future.set_result(call())
+            except BaseException as e:  # noqa: BLE001 - the asker gets it, whatever it is
+                future.set_exception(e)
+
+        if self._failure is not None:
+            future.set_exception(self._failure)
+        else:
+            self._inbox.put(run)
+        return future
+
+    async def _on_engine(self, call: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._ask(call))
+
+    # --- Backend --------------------------------------------------------------------------
+
+    async def generate(
+        self, request: GenerateRequest, adapter: AdapterRef | None
+    ) -> AsyncIterator[Chunk]:
+        """Stream an answer; closing the iterator cancels it."""
+        listener = _Listener()
+        digest = adapter.digest if adapter else None
+        prompt = request.prompt if request.prompt is not None else request.prompt_ids or ()
+
+        def submit() -> Sequence:
+            sequence = self._engine.submit(
+                request.id,
+                prompt,
+                request.sampling,
+                adapter=digest,
+                tenant=request.tenant,
+                deadline=request.deadline,
+                tag=listener,
+            )
+            self._running[request.id] = sequence
+            return sequence
+
+        try:
+            sequence = await self._on_engine(submit)
+        except asyncio.CancelledError:  # perhaps after it was submitted
+            self._ask(lambda: self._cancel(request.id))
+            raise
+        provenance = self._provenance(adapter)
+        try:
+            while True:
+                event = await listener.queue.get()
+                if isinstance(event, HybridError):
+                    raise event
+                has_token = event.token is not None
+                yield Chunk(
+                    text=event.text,
+                    token_ids=(event.token,) if event.token is not None else (),
+                    logprobs=(event.logprob,) if has_token and request.sampling.logprobs else (),
+                    finish_reason=event.finish_reason,
+                    prompt_tokens=len(sequence.prompt),
+                    completion_tokens=len(sequence.output),
+                    provenance=provenance,
+                )
+                if event.finish_reason:
+                    return
+        finally:
+            if not sequence.ended:
+                self._ask(lambda: self._cancel(request.id))
+
+    async def score(self, request: ScoreRequest, adapter: AdapterRef | None) -> ScoreResult:
+        """Log probabilities of a closed set."""
+        digest = adapter.digest if adapter else None
+        values, lengths, n = await self._on_engine(
+            lambda: self._engine.score(
+                request.prompt, request.choices, adapter=digest, end=request.end
+            )
+        )
+        if request.normalise == "mean":
+            values = [v / length for v, length in zip(values, lengths, strict=True)]
+        return ScoreResult(
+            logprobs=tuple(values),
+            best=values.index(max(values)),
+            prompt_tokens=n,
+            provenance=self._provenance(adapter),
+        )
+
+    async def embed(self, request: EmbedRequest, adapter: AdapterRef | None) -> EmbedResult:
+        """One vector a text; decoding goes on between two of them."""
+        digest = adapter.digest if adapter else None
+        vectors, total = [], 0
+        for text in request.inputs:
+            vector, n = await self._on_engine(
+                lambda text=text: self._engine.embed(text, adapter=digest)  # type: ignore[misc]
+            )
+            vectors.append(tuple(vector))
+            total += n
+        return EmbedResult(
+            vectors=tuple(vectors), prompt_tokens=total, provenance=self._provenance(adapter)
+        )
+
+    async def load(self, adapter: AdapterRef) -> None:
+        """Read, check and add an adapter, once however many ask; one that leaves stops nobody."""
+        task = self._loads.get(adapter.digest)
+        if task is None:
+            if await self._on_engine(lambda: adapter.digest in self._engine.adapters):
+                return
+            task = self._loads.get(adapter.digest)  # another may have begun meanwhile
+        if task is None:
+            task = asyncio.create_task(self._load(adapter))
+            self._loads[adapter.digest] = task
+            task.add_done_callback(lambda _: self._loads.pop(adapter.digest, None))
+        await asyncio.shield(task)
+
+    async def _load(self, adapter: AdapterRef) -> None:
+        started = time.monotonic()
+        read = await asyncio.to_thread(
+            self._engine.read_adapter,
+            adapter.path,
+            name=adapter.name,
+            digest=adapter.digest,
+            base_digest=adapter.base_digest,
+        )
+        await self._on_engine(lambda: self._engine.add_adapter(read))
+        log.info("loaded adapter %s in %.3f s", adapter.name, time.monotonic() - started)
+
+    async def unload(self, digest: str) -> None:
+        """Forget an adapter once nothing uses it."""
+        while not await self._on_engine(  # noqa: ASYNC110
+            lambda: self._engine.drop_adapter(digest)
+        ):
+            await asyncio.sleep(0.05)  # its last request ends on the engine's thread
+
+    async def cancel(self, request_id: str) -> bool:
+        """Cancel a running request."""
+        return await self._on_engine(lambda: self._cancel(request_id))
+
+    def _cancel(self, request_id: str) -> bool:
+        sequence = self._running.pop(request_id, None)
+        if sequence is None:
+            return False
+        self._engine.cancel(sequence)
+        sequence.tag.put(Event(sequence, finish_reason="cancelled"))
+        return True
+
+    async def info(self) -> BackendInfo:
+        """Facts and counters."""
+
+        def look() -> BackendInfo:
+            engine = self._engine
+            now = {
+                "running": len(engine.scheduler.running),
+                "waiting": engine.scheduler.waiting,
+                "rows_free": engine.cache.free,
+                "adapters_loaded": len(engine.adapters),
+            }
+            return BackendInfo(
+                kind="engine",
+                base_digest=engine.base_digest,
+                context=engine.context,
+                counters={**engine.counters, **now},
+                details={"adapters": sorted(engine.adapters)},
+            )
+
+        return await self._on_engine(look)
+
+    def check(self) -> None:
+        """Raises Unavailable when the engine's thread has ended."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def close(self) -> None:
+        """Stop the thread; running requests end as Unavailable."""
+        self._closing = True
+        self._inbox.put(lambda: None)
+        await asyncio.to_thread(self._thread.join, _STOP_S)
+
+    def _provenance(self, adapter: AdapterRef | None) -> Provenance:
+        return Provenance(
+            release=self._release,
+            base_digest=self._engine.base_digest,
+            adapter=adapter.name if adapter else None,
+            adapter_digest=adapter.digest if adapter else None,
+        )

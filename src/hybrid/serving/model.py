@@ -1,0 +1,258 @@
+"""The model deployment: one resident base behind Ray Serve, adapters loaded when asked for.
+
+The served release is looked up every second. One more adapter is a new catalog and nothing else:
+no process restarts, no other weight is touched. A new base is loaded beside the old one; traffic
+moves when it is ready, and the old one closes when its last request has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid.config import ProjectConfig
+from hybrid.errors import HybridError, InvalidRequest
+from hybrid.pools import GPU
+from hybrid.registry import Registry
+from hybrid.serving.adapters import Catalog
+from hybrid.serving.backend import AdapterRef, Backend
+from hybrid.wire import (
+    Chunk,
+    EmbedRequest,
+    EmbedResult,
+    GenerateRequest,
+    ModelCard,
+    ScoreRequest,
+    ScoreResult,
+)
+
+log = logging.getLogger("hybrid.serving")
+POLL_S = 0.5
+DEPLOYMENT = "model"
+
+
+@dataclass(eq=False)
+class _Resident:
+    """A loaded base, what is served of it, and how many requests it answers now."""
+
+    backend: Backend
+    catalog: Catalog
+    requests: int = 0
+
+
+class ModelServer:
+    """What runs in a replica; usable without Ray Serve.
+
+    Args:
+        config: the project; `serving`, `registry` and `model.name` are read.
+    """
+
+    def __init__(self, config: ProjectConfig) -> None:
+        self._config = config
+        self._registry = Registry(config.registry.root, cache=config.registry.cache)
+        self._current: _Resident | None = None
+        self._starting = asyncio.Lock()
+        self._watcher: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    # --- calls ------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Stream an answer; closing the iterator cancels it."""
+        if (request.prompt is None) == (request.prompt_ids is None):
+            raise InvalidRequest("give either prompt or prompt_ids", param="prompt")
+        async with self._serving(request.model) as (backend, adapter):
+            stream = backend.generate(request, adapter)
+            async with aclosing(stream):  # type: ignore[type-var]
+                async for chunk in stream:
+                    yield chunk
+
+    async def generate_full(self, request: GenerateRequest) -> Chunk:
+        """The whole answer as one chunk; cancelled with its caller."""
+        parts: list[Chunk] = []
+        async with aclosing(self.generate(request)) as stream:  # type: ignore[type-var]
+            async for chunk in stream:
+                parts.append(chunk)
+        return join(parts)
+
+    async def score(self, request: ScoreRequest) -> ScoreResult:
+        """Score a closed set."""
+        async with self._serving(request.model) as (backend, adapter):
+            return await backend.score(request, adapter)
+
+    async def embed(self, request: EmbedRequest) -> EmbedResult:
+        """Embed texts."""
+        async with self._serving(request.model) as (backend, adapter):
+            return await backend.embed(request, adapter)
+
+    async def cancel(self, request_id: str) -> bool:
+        """Cancel a running request."""
+        return await (await self._resident()).backend.cancel(request_id)
+
+    async def models(self) -> list[ModelCard]:
+        """The base and the adapters of the served release."""
+        return (await self._resident()).catalog.cards()
+
+    async def info(self) -> dict[str, Any]:
+        """Process, release, digests, counters."""
+        resident = await self._resident()
+        info = await resident.backend.info()
+        return {
+            "pid": os.getpid(),
+            "release": resident.catalog.label,
+            "base_digest": info.base_digest,
+            "adapters": dict(resident.catalog.release.adapters),
+            "kind": info.kind,
+            "counters": info.counters,
+            "details": info.details,
+        }
+
+    async def check_health(self) -> None:
+        """Called by Serve; raises when the model cannot answer."""
+        check = getattr((await self._resident()).backend, "check", None)
+        if check is not None:
+            check()
+
+    async def close(self) -> None:
+        """Stop watching and close what is resident."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        if self._current is not None:
+            await self._current.backend.close()
+            self._current = None
+
+    # --- the release ------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _serving(self, model: str) -> AsyncIterator[tuple[Backend, AdapterRef | None]]:
+        """The backend for a request, its adapter loaded; kept from closing until it is over."""
+        resident = await self._resident()
+        resident.requests += 1
+        try:
+            adapter = None
+            if model != resident.catalog.name:
+                adapter = await asyncio.to_thread(resident.catalog.resolve, model, self._registry)
+            if adapter is not None:
+                await resident.backend.load(adapter)
+            yield resident.backend, adapter
+        finally:
+            resident.requests -= 1
+
+    async def _resident(self) -> _Resident:
+        if self._current is None:
+            async with self._starting:
+                if self._current is None:
+                    catalog = await asyncio.to_thread(self._read)
+                    self._current = await self._load(catalog)
+                    self._watcher = asyncio.create_task(self._watch(), name="release-watcher")
+        return self._current
+
+    def _read(self) -> Catalog:
+        return Catalog.read(self._registry, self._config.model.name, self._config.serving.alias)
+
+    async def _load(self, catalog: Catalog) -> _Resident:
+        serving = self._config.serving
+        path = (await asyncio.to_thread(self._registry.by_digest, catalog.base.digest)).path
+        if serving.backend == "vllm":
+            from hybrid.serving.vllm_backend import VLLMBackend
+
+            made: Backend = VLLMBackend(path, catalog.base.digest, release=catalog.label)
+            return _Resident(made, catalog)
+
+        def start() -> Any:
+            import torch
+
+            from hybrid.engine.engine import Engine
+
+            if not torch.cuda.is_available():
+                torch.set_num_threads(serving.threads)
+            return Engine(
+                path,
+                catalog.base.digest,
+                max_rows=serving.max_rows,
+                max_queue=serving.max_queue,
+                kv_tokens=serving.kv_tokens,
+            )
+
+        from hybrid.serving.engine_backend import EngineBackend
+
+        engine = await asyncio.to_thread(start)
+        return _Resident(EngineBackend(engine, release=catalog.label), catalog)
+
+    async def _watch(self) -> None:
+        """Follow the alias. What cannot be read or loaded leaves the old release serving."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                await self._refresh()
+            except HybridError as e:
+                log.error("the new release is not served: %s", e.message)
+
+    async def _refresh(self) -> None:
+        assert self._current is not None
+        old = self._current
+        release = await asyncio.to_thread(
+            self._registry.release, f"{old.catalog.name}@{old.catalog.alias}"
+        )
+        if release.version == old.catalog.release.version:
+            return
+        catalog = await asyncio.to_thread(self._read)
+        log.info("release %s: %d adapters", catalog.label, len(catalog.adapters))
+        if catalog.base.digest == old.catalog.base.digest:
+            old.catalog = catalog
+            return
+        self._current = await self._load(catalog)
+        task = asyncio.create_task(_close_when_idle(old))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+async def _close_when_idle(resident: _Resident) -> None:
+    while resident.requests:  # noqa: ASYNC110 - counted in many places, waited for in one
+        await asyncio.sleep(0.05)
+    with suppress(HybridError):
+        await resident.backend.close()
+
+
+def join(parts: list[Chunk]) -> Chunk:
+    """The pieces of one answer as one chunk."""
+    end = parts[-1]
+    return Chunk(
+        text="".join(p.text for p in parts),
+        token_ids=tuple(t for p in parts for t in p.token_ids),
+        logprobs=tuple(x for p in parts for x in p.logprobs),
+        finish_reason=end.finish_reason,
+        prompt_tokens=end.prompt_tokens,
+        completion_tokens=end.completion_tokens,
+        provenance=end.provenance,
+    )
+
+
+def deployment(config: ProjectConfig) -> Any:
+    """The bound Serve deployment, on the gpu pool."""
+    from ray import serve
+
+    serving = config.serving
+    options: dict[str, Any] = {
+        "num_cpus": serving.cpus,
+        "resources": {GPU.resource: 1},
+        "label_selector": GPU.label_selector,
+    }
+    if serving.gpus:
+        options["num_gpus"] = serving.gpus
+    return serve.deployment(
+        name=DEPLOYMENT,
+        num_replicas=serving.replicas,
+        max_ongoing_requests=1000,
+        ray_actor_options=options,
+        health_check_period_s=5,
+        graceful_shutdown_timeout_s=60,
+        logging_config={"enable_access_log": False},
+    )(ModelServer).bind(config)
