@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid import config
+from hybrid.agents.aio import end
 from hybrid.agents.host import AgentHost
 from hybrid.agents.mailbox import Mailbox
 from hybrid.agents.spec import SpecStore
@@ -107,9 +108,11 @@ class ScriptedModelClient:
 @contextlib.contextmanager
 def throwaway_store() -> Iterator[str]:
     """The URL of a real store in a temporary folder, gone at the end."""
-    with tempfile.TemporaryDirectory(prefix="hybrid-store-") as folder:
-        with EmbeddedStore(Path(folder)) as store:
-            yield store.url
+    with (
+        tempfile.TemporaryDirectory(prefix="hybrid-store-") as folder,
+        EmbeddedStore(Path(folder)) as store,
+    ):
+        yield store.url
 
 
 @dataclass
@@ -182,8 +185,6 @@ async def run_agents(
     try:
         yield Agents(mailbox, spec_store, made)
     finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await end(*running)
         await mailbox.close()
         await client.aclose()

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from hybrid.agents import behaviour
+from hybrid.agents.aio import end
 from hybrid.agents.behaviour import Context, Done
 from hybrid.agents.board import Board
 from hybrid.agents.builtin import resolve_behaviour
@@ -110,10 +111,7 @@ class AgentHost:
             while self._running:
                 await asyncio.wait(list(self._running))
         finally:
-            watcher.cancel()
-            for task in list(self._running):
-                task.cancel()
-            await asyncio.gather(watcher, *self._running, return_exceptions=True)
+            await end(watcher, *self._running)
             await self._mailbox.close()
             await self._redis.aclose()
 
@@ -148,10 +146,7 @@ class AgentHost:
         if self._running:
             left = max(0.0, ends - time.monotonic() - _GIVE_BACK_S)
             await asyncio.wait(list(self._running), timeout=left)
-        rest = list(self._running)
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
+        await end(*self._running)
         back = self.finished["given back"]
         return {"finished": held - back, "given_back": back}
 
@@ -164,11 +159,11 @@ class AgentHost:
             with self._mailbox.watching(lease.task.id) as ended:
                 work = asyncio.create_task(self._work(lease))
                 try:
-                    await asyncio.wait({work, keeper, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    either: set[asyncio.Future[Any]] = {work, keeper, ended}
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     if not work.done():
-                        work.cancel()
-                    await asyncio.wait({work})
+                        await end(work)
                 if work.cancelled():
                     self.finished["lost"] += 1  # cancelled by its owner, or another's by now
                 else:
@@ -181,8 +176,7 @@ class AgentHost:
             raise
         finally:
             self._started.discard(lease.task.id)
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+            await end(keeper)
 
     async def _work(self, lease: Lease) -> str:
         spec = self._specs.get(lease.task.agent)
@@ -194,7 +188,7 @@ class AgentHost:
                 context = self._context(lease, spec)
                 function = resolve_behaviour(spec.behaviour, f"agent {spec.name!r}")
                 async with asyncio.timeout(context.remaining_s):
-                    end = await behaviour.run(function, context)
+                    outcome = await behaviour.run(function, context)
             except (StaleLease, Cancelled):
                 return "lost"
             except TimeoutError:
@@ -207,11 +201,11 @@ class AgentHost:
             except Exception as e:
                 log.warning("agent %s, task %s", spec.name, lease.task.id, exc_info=True)
                 return await self._again(lease, f"{type(e).__name__}: {e}")
-        if isinstance(end, Done):
-            return await self._end(lease, Outcome(state="done", result=end.output))
+        if isinstance(outcome, Done):
+            return await self._end(lease, Outcome(state="done", result=outcome.output))
         try:
             await self._stubborn(
-                lambda: self._mailbox.wait_on(lease, end.children, until=end.until)
+                lambda: self._mailbox.wait_on(lease, outcome.children, until=outcome.until)
             )
         except HybridError as e:
             if isinstance(e, StaleLease | Cancelled):

@@ -22,6 +22,7 @@ from typing import Any, Literal, cast
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
+from hybrid.agents.aio import end
 from hybrid.agents.board import BoardWrite
 from hybrid.agents.store import unavailable
 from hybrid.agents.task import Attempt, State, Task, TaskView
@@ -102,10 +103,8 @@ class Mailbox:
 
     async def close(self) -> None:
         """Stop listening. The client stays the caller's."""
-        if self._listener is not None:
-            self._listener.cancel()
-            await asyncio.gather(self._listener, return_exceptions=True)
-            self._listener = None
+        await end(self._listener)
+        self._listener = None
 
     # --- senders ------------------------------------------------------------------------
 

@@ -154,7 +154,8 @@ class _Host:
 
 
 async def _call(actor: Any, method: str, *args: Any) -> Any:
-    return await getattr(actor, method).remote(*args)
+    """A call in the control group: it is answered even when `run` keeps its event loop busy."""
+    return await getattr(actor, method).options(concurrency_group="control").remote(*args)
 
 
 def _lacking() -> str:

@@ -1,0 +1,93 @@
+"""Behaviours that the host tests name by dotted path."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hybrid.agents.behaviour import Context
+from hybrid.errors import Unavailable
+
+ran: list[str] = []
+failures = {"left": 0}
+order = {"second": False}
+
+
+async def twice(ctx: Context) -> Any:
+    """Two steps; fails between them as often as `failures` says."""
+
+    def one() -> str:
+        ran.append("one")
+        return "1"
+
+    def two() -> str:
+        ran.append("two")
+        return "2"
+
+    first = await ctx.step("one", one)
+    if failures["left"]:
+        failures["left"] -= 1
+        raise Unavailable("not now", retry_after=0.05)
+    return first + await ctx.step("two", two)
+
+
+async def fickle(ctx: Context) -> Any:
+    """Does something else on its second attempt."""
+    name = "b" if order["second"] else "a"
+    order["second"] = True
+    await ctx.step(name, lambda: name)
+    if ctx.task.attempt == 1:
+        raise Unavailable("not now", retry_after=0.05)
+    return name
+
+
+async def ping(ctx: Context) -> Any:
+    """A → B → A: asks pong, who asks ping again, down to zero."""
+    n = ctx.task.input
+    return 0 if n == 0 else 1 + await ctx.ask("pong", n - 1)
+
+
+async def pong(ctx: Context) -> Any:
+    """See ping."""
+    n = ctx.task.input
+    return 0 if n == 0 else 1 + await ctx.ask("ping", n - 1)
+
+
+async def forever(ctx: Context) -> Any:
+    """Runs until it is cancelled, and says so."""
+    ran.append("started")
+    try:
+        await asyncio.sleep(3600)
+    except asyncio.CancelledError:
+        ran.append("cancelled")
+        raise
+
+
+async def parent(ctx: Context) -> Any:
+    """Asks `forever`."""
+    return await ctx.ask("forever", "x")
+
+
+async def crash(ctx: Context) -> Any:
+    """A bug."""
+    raise ZeroDivisionError("a bug")
+
+
+async def unstorable(ctx: Context) -> Any:
+    """Returns what is no JSON."""
+    return {1, 2}
+
+
+async def post(ctx: Context) -> Any:
+    """Calls a tool, then fails as often as `failures` says."""
+    answer = await ctx.tool("http", url=ctx.task.input, json={"n": 1})
+    if failures["left"]:
+        failures["left"] -= 1
+        raise Unavailable("not now", retry_after=0.05)
+    return answer
+
+
+async def slow(ctx: Context) -> Any:
+    """A second of waiting."""
+    await asyncio.sleep(1)
+    return "slow"

@@ -1,0 +1,24 @@
+"""A real store for the whole session, emptied before every test that uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from hybrid.testing import throwaway_store
+
+
+@pytest.fixture(scope="session")
+def store_server() -> Iterator[str]:
+    with throwaway_store() as url:
+        yield url
+
+
+@pytest.fixture
+def store_url(store_server: str) -> str:
+    with redis.Redis.from_url(store_server) as client:
+        client.flushall()
+        client.function_flush()
+    return store_server
