@@ -1,0 +1,211 @@
+"""The worker's loop: the training algorithm, top to bottom, on one rank.
+
+Runs under Ray Train (see trainer.py), under torchrun, or in one process; it imports no Ray.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from hybrid.config import ProjectConfig, TrainingConfig
+from hybrid.errors import TrainingError
+from hybrid.training.checkpoint import Checkpoints
+from hybrid.training.data import PreparedData, ShardSet, load_tokenizer
+from hybrid.training.model import build_model, save_model
+from hybrid.training.parallel import Precision, World, spread
+from hybrid.training.progress import Progress
+from hybrid.training.step import evaluate, train_step
+from hybrid.training.throughput import Meter, device_peak
+
+PULSE_S = 2.0
+"""Seconds between calls of `report` and `notice`: Ray Train drains about one report in two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """All a worker needs to know. Pickles; the folders are seen by every worker."""
+
+    config: ProjectConfig
+    data: PreparedData
+    run_id: str
+
+    @property
+    def folder(self) -> Path:
+        """Progress and the exported model."""
+        return self.config.run.dir / "runs" / self.run_id
+
+    @property
+    def export(self) -> Path:
+        """The finished model in Hugging Face layout."""
+        return self.folder / "export"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Committed checkpoints of this run."""
+        return self.config.run.dir / "checkpoints" / self.run_id
+
+
+def train(
+    job: Job,
+    report: Callable[[dict[str, Any]], None] = lambda metrics: None,
+    notice: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Train to the last step, from the last good checkpoint if there is one, and export.
+
+    Args:
+        report: called on all ranks together with the latest metrics, every `PULSE_S` or rarer.
+        notice: called on all ranks together; True once a node of the run is to be reclaimed.
+            From then on every step is committed, and the loop goes on until it is ended: to
+            return early would mark the run as finished.
+
+    Returns:
+        The final metrics: train_loss, eval_loss, perplexity, tokens_per_s, mfu, steps, seconds,
+        world_size, parameters.
+
+    Raises:
+        TrainingError: the loss or the gradient is not finite.
+        CheckpointError: a checkpoint cannot be written, or none of them restored.
+    """
+    config, settings, seed = job.config, job.config.training, job.config.run.seed
+    world = World.current()
+    if world.device.type == "cpu":
+        torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
+    precision = Precision.of(settings.precision, world.device)
+    tokenizer = load_tokenizer(job.data.tokenizer)
+    shards = ShardSet(job.data.train)
+    holdout = ShardSet(job.data.holdout) if job.data.holdout else None
+
+    model = build_model(config.model, tokenizer, seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    model = spread(model, settings.strategy, precision, world)
+    optimizer = make_optimizer(model, settings)
+    checkpoints = Checkpoints(job.checkpoints, world, settings.keep_checkpoints)
+    restored = checkpoints.restore(model, optimizer)
+
+    peak = device_peak(world.device, precision)
+    meter = Meter(parameters, peak, world.size, world.device)
+    progress = Progress(job.folder, enabled=world.rank == 0)
+    progress.write(
+        "start",
+        step=restored.step,
+        steps=settings.steps,
+        world_size=world.size,
+        strategy=settings.strategy,
+        device=str(world.device),
+        precision=str(precision.compute),
+        parameters=parameters,
+        peak_flops=peak.flops,
+        peak_source=peak.source,
+        rejected_checkpoints=list(restored.rejected),
+    )
+    metrics: dict[str, Any] = {}
+    reclaimed, pulse, begun = False, time.monotonic(), time.monotonic()
+    model.train()
+    for step in range(restored.step, settings.steps):
+        started = time.monotonic()
+        lr = learning_rate(step, settings)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        result = train_step(
+            model,
+            optimizer,
+            lambda index, step=step: shards.micro_batch(step, index, settings, seed),  # type: ignore[misc]
+            step=step,
+            seed=seed,
+            micro_batches=settings.micro_batches,
+            clip=settings.clip,
+            world=world,
+        )
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            raise TrainingError(
+                f"step {step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: not"
+                f" finite; lower training.lr ({settings.lr:g}) or look at the data"
+            )
+        done = step + 1
+        rates = meter.step(result.tokens, time.monotonic() - started, settings.steps - done)
+        metrics |= {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **rates}
+        progress.write("step", step=done, steps=settings.steps, tokens=result.tokens, **metrics)
+
+        if holdout and (done % settings.eval_every == 0 or done == settings.steps):
+            metrics |= _evaluate(model, holdout, settings, world)
+            progress.write("eval", step=done, eval_loss=metrics["eval_loss"])
+        if world.agree(time.monotonic() - pulse > PULSE_S):
+            pulse = time.monotonic()
+            report({"step": done, **metrics})
+            reclaimed = notice()
+        if reclaimed or done % settings.checkpoint_every == 0 or done == settings.steps:
+            checkpoints.save(done, model, optimizer)
+            progress.write("checkpoint", step=done)
+
+    if not metrics and holdout:  # resumed after the last step: only its export was missing
+        metrics = _evaluate(model, holdout, settings, world)
+    export(model, tokenizer, job.export, world)
+    final = {
+        "train_loss": metrics.get("loss"),
+        **{key: metrics[key] for key in ("eval_loss", "perplexity") if key in metrics},
+        **{key: metrics[key] for key in ("tokens_per_s", "mfu") if key in metrics},
+        "steps": settings.steps,
+        "seconds": round(time.monotonic() - begun, 2),
+        "world_size": world.size,
+        "parameters": parameters,
+    }
+    progress.write("finished", step=settings.steps, metrics=final)
+    return final
+
+
+def learning_rate(step: int, settings: TrainingConfig) -> float:
+    """Linear warm-up, then half a cosine (Loshchilov & Hutter 2017) down to the floor.
+
+    Args:
+        step: counted from 0.
+    """
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    span = max(1, settings.steps - settings.warmup_steps - 1)
+    share = min(1.0, (step - settings.warmup_steps) / span)
+    floor = settings.lr * settings.min_lr_ratio
+    return floor + (settings.lr - floor) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def make_optimizer(model: nn.Module, settings: TrainingConfig) -> torch.optim.AdamW:
+    """AdamW (Loshchilov & Hutter 2019); weight decay on matrices, none on gains."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {
+            "params": [p for p in parameters if p.ndim >= 2],
+            "weight_decay": settings.weight_decay,
+        },
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
+
+
+def export(model: nn.Module, tokenizer: Any, folder: Path, world: World) -> None:
+    """Gather the full model on rank 0 and save it; all ranks take part and wait."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)
+    if world.rank == 0:
+        save_model(model, state, tokenizer, folder)
+    world.gather(None)
+
+
+def _evaluate(
+    model: nn.Module, holdout: ShardSet, settings: TrainingConfig, world: World
+) -> dict[str, float]:
+    rows = min(holdout.sequences(settings.sequence_length), settings.eval_sequences)
+    loss = evaluate(
+        model,
+        lambda index: holdout.eval_batch(index, settings),
+        -(-rows // settings.micro_batch),
+        world,
+    )
+    return {"eval_loss": loss, "perplexity": math.exp(loss)}

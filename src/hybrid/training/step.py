@@ -1,0 +1,122 @@
+"""One optimiser step over a fixed grid of micro-batches: the same losses on any number of workers.
+
+A step is `micro_batches` micro-batches whatever the world size. They are dealt whole to the ranks,
+each is seeded by (seed, step, micro-batch), losses are summed over real tokens and divided by the
+token count of all ranks. Only the order of additions depends on who computed what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hybrid.training.data import IGNORE, Batch
+from hybrid.training.parallel import World, gradient_sync
+
+BatchAt = Callable[[int], Batch]
+"""Micro-batch by its index within the step (or within the held-out corpus)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Of all ranks: mean loss (nats a token), real tokens, gradient norm before clipping."""
+
+    loss: float
+    tokens: int
+    grad_norm: float
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch_at: BatchAt,
+    *,
+    step: int,
+    seed: int,
+    micro_batches: int,
+    clip: float,
+    world: World,
+) -> StepResult:
+    """Forward, backward and update over the step's whole grid.
+
+    Args:
+        model: spread by `parallel.spread`, in training mode.
+        step: counted from 0; with `seed` it decides all randomness.
+        clip: the global L2 norm gradients are clipped to.
+    """
+    batches = [(index, batch) for index, batch in _dealt(batch_at, micro_batches, world)]
+    tokens = world.sum(float(sum(_real_tokens(batch) for _, batch in batches)))
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    for n, (index, batch) in enumerate(batches):
+        torch.manual_seed(micro_batch_seed(seed, step, index))
+        with gradient_sync(model, on=n == len(batches) - 1):
+            loss_sum = _loss_sum(model, batch, world.device)
+            # DDP and FSDP average gradients over ranks; times the world size that is their sum.
+            (loss_sum * (world.size / tokens)).backward()  # type: ignore[no-untyped-call]
+        loss += loss_sum.detach()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return StepResult(
+        loss=world.sum(float(loss)) / tokens,
+        tokens=int(tokens),
+        grad_norm=float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
+    )
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batch_at: BatchAt, micro_batches: int, world: World) -> float:
+    """Mean loss (nats a token) over the real tokens of `micro_batches` micro-batches.
+
+    Each token weighs the same, so the result does not depend on how rows were dealt or padded.
+    """
+    model.eval()
+    loss, tokens = 0.0, 0
+    for _, batch in _dealt(batch_at, micro_batches, world):
+        loss += float(_loss_sum(model, batch, world.device))
+        tokens += _real_tokens(batch)
+    model.train()
+    return world.sum(loss) / world.sum(tokens)
+
+
+def micro_batch_seed(seed: int, step: int, index: int) -> int:
+    """The generator's seed for one micro-batch: 63 bits, unrelated for neighbouring arguments."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _dealt(batch_at: BatchAt, count: int, world: World) -> Iterable[tuple[int, Batch]]:
+    """This rank's micro-batches of `count`: every world-size-th one.
+
+    All ranks get equally many, since forward and backward are collective: where `count` does not
+    divide, the rest get micro-batch 0 again at zero weight (no position has a label).
+    """
+    for first in range(0, count, world.size):
+        index = first + world.rank
+        if index < count:
+            yield index, batch_at(index)
+        else:
+            batch = batch_at(0)
+            yield index, {**batch, "labels": np.full_like(batch["labels"], IGNORE)}
+
+
+def _loss_sum(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
+    """Cross entropy summed over real tokens, in float32 or better: a scalar."""
+    inputs = torch.from_numpy(batch["input_ids"]).to(device, non_blocking=True)
+    labels = torch.from_numpy(batch["labels"]).to(device, non_blocking=True)
+    logits = model(input_ids=inputs, use_cache=False).logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+
+
+def _real_tokens(batch: Batch) -> int:
+    return int((batch["labels"] != IGNORE).sum())
