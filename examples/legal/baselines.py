@@ -26,7 +26,8 @@ def evaluate(data: Path) -> dict[str, dict[str, float]]:
     right when it is any of a row's acceptable ones.
     """
     return {
-        choices.parent.name: _task(choices.parent) for choices in sorted(data.glob("*/choices.json"))
+        choices.parent.name: _task(choices.parent)
+        for choices in sorted(data.glob("*/choices.json"))
     }
 
 
@@ -65,6 +66,4 @@ def _share(right: Any) -> float:
 if __name__ == "__main__":
     print(f"{'task':<14}{'rows':>6}{'majority':>10}{'linear':>9}")
     for task, result in evaluate(Path(sys.argv[1])).items():
-        print(
-            f"{task:<14}{result['rows']:>6}{result['majority']:>10.1%}{result['linear']:>9.1%}"
-        )
+        print(f"{task:<14}{result['rows']:>6}{result['majority']:>10.1%}{result['linear']:>9.1%}")

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 from eyecite import get_citations
 from eyecite.models import FullCaseCitation
-
 from records import Record
 
 PARTIES = (

@@ -76,9 +76,7 @@ def prepare(out: Path) -> None:
     ]
     rng.shuffle(documents)
     _write(out / "corpus" / "train.jsonl", ({"text": d} for d in documents))
-    _write(
-        out / "corpus" / "holdout.jsonl", ({"text": d} for d in _documents(tasks, "holdout", 1))
-    )
+    _write(out / "corpus" / "holdout.jsonl", ({"text": d} for d in _documents(tasks, "holdout", 1)))
 
 
 def _rows(records: list[Record], kinds: tuple[str, ...], label: str, held_out: bool) -> list[Row]:

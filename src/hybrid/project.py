@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -77,9 +78,9 @@ class Project:
         Raises:
             DataError, ConfigError, TrainingError, PlacementError, RegistryError.
         """
-        from hybrid.training.trainer import train_base
-
         with self.ray():
+            from hybrid.training.trainer import train_base
+
             manifest = train_base(self.config, self.registry, fresh=fresh, on_progress=on_progress)
         try:
             self.registry.release(self.alias)
@@ -110,8 +111,6 @@ class Project:
             NotFound: no base is published, or `only` names no adapter of the project.
             TrainingError, DataError, PlacementError, RegistryError.
         """
-        from hybrid.training.specialise import specialise
-
         registry, name = self.registry, self.config.model.name
         unknown = sorted(set(only or ()) - set(self.config.adapters))
         if unknown:
@@ -121,6 +120,8 @@ class Project:
         release = self._release()
         digest = registry.resolve(base).manifest.digest if base else release.base_digest
         with self.ray():
+            from hybrid.training.specialise import specialise
+
             done = specialise(
                 self.config,
                 registry,
@@ -147,9 +148,7 @@ class Project:
     @contextlib.contextmanager
     def ray(self) -> Iterator[None]:
         """A connection to Ray for the length of a verb; nested uses share the outer one."""
-        import ray
-
-        if ray.is_initialized():
+        if "ray" in sys.modules and sys.modules["ray"].is_initialized():
             yield
             return
         state = self.local.state()
@@ -159,6 +158,8 @@ class Project:
         try:
             if state is not None:
                 self.local.enter(state)
+            import ray  # only now: it reads its authentication settings when it is imported
+
             ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
             try:
                 yield
@@ -240,9 +241,30 @@ class Project:
         try:
             await check(client)
             await Mailbox(client, self.config.store).install()
-            await SpecStore(client).apply_file(self.config.agents.specs)
+            await SpecStore(client).apply_file(self.agent_specs())
         finally:
             await client.aclose()
+
+    def agent_specs(self) -> dict[str, AgentConfig]:
+        """The agents of hybrid.yaml, ready to run.
+
+        An agent whose adapter is defined here takes its template and closed set from there, unless
+        it has its own: they are what the adapter was trained on.
+        """
+        from hybrid.training.rows import read
+
+        ready = {}
+        for name, spec in self.config.agents.specs.items():
+            adapter = self.config.adapters.get(spec.adapter or "")
+            if adapter is not None:
+                fields: dict[str, Any] = {}
+                if "template" not in spec.model_fields_set:
+                    fields["template"] = adapter.template
+                if spec.choices is None and adapter.kind == "choice":
+                    fields["choices"] = read(spec.adapter or "", adapter).choices
+                spec = spec.model_copy(update=fields)
+            ready[name] = spec
+        return ready
 
     def _store_url(self, state: State | None) -> str:
         url = self.config.store.url or (state.store_url if state else None)
@@ -332,12 +354,9 @@ class Project:
         """
         name = agent or self.front_agent
         with self.http(timeout_s + 5) as client:
-            return request(
-                client,
-                "POST",
-                f"/v1/agents/{name}/tasks",
-                json={"input": question, "wait_s": timeout_s, "timeout_s": timeout_s},
-            )
+            body = {"input": question, "wait_s": timeout_s, "timeout_s": timeout_s}
+            view: dict[str, Any] = request(client, "POST", f"/v1/agents/{name}/tasks", json=body)
+            return view
 
     @property
     def front_agent(self) -> str:
@@ -359,13 +378,15 @@ class Project:
     def agent(self, name: str) -> dict[str, Any]:
         """One agent and its mailbox."""
         with self.http() as client:
-            return request(client, "GET", f"/v1/agents/{name}")
+            found: dict[str, Any] = request(client, "GET", f"/v1/agents/{name}")
+            return found
 
     def add_agent(self, name: str, spec: AgentConfig | dict[str, Any]) -> dict[str, Any]:
         """Add or replace an agent while everything runs."""
         body = spec.model_dump(mode="json") if isinstance(spec, AgentConfig) else spec
         with self.http() as client:
-            return request(client, "PUT", f"/v1/agents/{name}", json=body)
+            made: dict[str, Any] = request(client, "PUT", f"/v1/agents/{name}", json=body)
+            return made
 
     def remove_agent(self, name: str) -> None:
         """Remove an agent."""

@@ -70,9 +70,16 @@ class Bars:
 
     def training(self, record: dict[str, Any]) -> None:
         """Show one progress record of a base's training."""
-        if "step" not in record:
-            self._progress.console.print(record.get("message", ""), style="dim")
+        if record.get("event") == "eval":
+            text = f"step {record['step']}: held-out loss {record['eval_loss']:.3f}"
+            self._progress.console.print(text, style="dim")
+        if "message" in record:
+            self._progress.console.print(record["message"], style="dim", markup=False)
+        if record.get("event") not in ("start", "step"):
             return
+        if record.get("rejected_checkpoints"):
+            for why in record["rejected_checkpoints"]:
+                self._progress.console.print(f"checkpoint not used: {why}", markup=False)
         parts = []
         if record.get("loss") is not None:
             parts.append(f"loss {record['loss']:.3f}")
@@ -88,8 +95,9 @@ class Bars:
 
     def specialising(self, record: dict[str, Any]) -> None:
         """Show one progress record of an adapter's training."""
-        if "step" not in record:
-            self._progress.console.print(record.get("message", ""), style="dim")
+        if "message" in record:
+            self._progress.console.print(record["message"], style="dim", markup=False)
+        if "steps" not in record:
             return
         figures = f"loss {record['loss']:.3f}" if record.get("loss") is not None else ""
         self._bar(record["adapter"], record["step"], record["steps"], figures)

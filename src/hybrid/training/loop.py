@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -149,7 +149,7 @@ def train(
     if not metrics and holdout:  # resumed after the last step: only its export was missing
         metrics = _evaluate(model, holdout, settings, world)
     export(model, tokenizer, job.export, world)
-    final = {
+    final: dict[str, Any] = {
         "train_loss": metrics.get("loss"),
         **{key: metrics[key] for key in ("eval_loss", "perplexity") if key in metrics},
         **{key: metrics[key] for key in ("tokens_per_s", "mfu") if key in metrics},
@@ -192,7 +192,7 @@ def make_optimizer(model: nn.Module, settings: TrainingConfig) -> torch.optim.Ad
 def export(model: nn.Module, tokenizer: Any, folder: Path, world: World) -> None:
     """Gather the full model on rank 0 and save it; all ranks take part and wait."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=options)
+    state = cast(dict[str, torch.Tensor], get_model_state_dict(model, options=options))
     if world.rank == 0:
         save_model(model, state, tokenizer, folder)
     world.gather(None)

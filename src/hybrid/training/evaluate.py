@@ -1,0 +1,99 @@
+"""Judging a specialist on held-out rows, with the very engine that will serve it.
+
+So what is published is what loads, and the figures are those of served answers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hybrid.config import AdapterConfig
+from hybrid.engine.engine import Engine
+from hybrid.training.rows import AdapterData
+from hybrid.wire import Sampling
+
+_MAX_ANSWER = 96
+"""Tokens of a generated answer; what is longer is wrong anyway."""
+
+
+def judge(engine: Engine, spec: AdapterConfig, data: AdapterData, adapter: str | None) -> list[str]:
+    """The answer to each held-out row.
+
+    Args:
+        adapter: digest of an adapter the engine has, or None for the base.
+    """
+    prompts = [spec.template.replace("{input}", row.input) for row in data.holdout]
+    if spec.kind == "choice":
+        answers = []
+        for prompt in prompts:
+            scores, _, _ = engine.score(prompt, data.choices, adapter=adapter)
+            answers.append(data.choices[scores.index(max(scores))])
+        return answers
+    texts = [""] * len(prompts)
+    waiting = list(enumerate(prompts))
+    places: dict[str, int] = {}
+    while waiting or not engine.idle:
+        while waiting and engine.scheduler.waiting < engine.cache.rows:
+            place, prompt = waiting.pop()
+            room = engine.context - len(engine.codec.encode(prompt))
+            if room < 1:
+                continue  # does not fit: no answer, and that is wrong
+            sampling = Sampling(max_tokens=min(_MAX_ANSWER, room))
+            engine.submit(str(place), prompt, sampling, adapter=adapter)
+            places[str(place)] = place
+        for event in engine.step():
+            texts[places[event.sequence.id]] += event.text
+    return [text.strip() for text in texts]
+
+
+def exact_match(answers: Sequence[str], data: AdapterData) -> float:
+    """Share of answers that are one of their row's acceptable ones."""
+    right = sum(a in row.outputs for a, row in zip(answers, data.holdout, strict=True))
+    return right / len(data.holdout)
+
+
+def macro_f1(answers: Sequence[str], data: AdapterData) -> float:
+    """F1 of each class that occurs in the truth, averaged with equal weight.
+
+    The truth of a row with several acceptable answers is the one given, if it is among them.
+    """
+    true: dict[str, int] = defaultdict(int)
+    given: dict[str, int] = defaultdict(int)
+    hits: dict[str, int] = defaultdict(int)
+    for answer, row in zip(answers, data.holdout, strict=True):
+        truth = answer if answer in row.outputs else row.outputs[0]
+        true[truth] += 1
+        given[answer] += 1
+        hits[truth] += answer == truth
+    scores = [2 * hits[c] / (true[c] + given[c]) for c in true]
+    return sum(scores) / len(scores)
+
+
+def evaluate(base: Path, folder: Path, spec: AdapterConfig, data: AdapterData) -> dict[str, Any]:
+    """Figures of an adapter, its base and the majority class on the same rows.
+
+    Args:
+        base: the base's folder.
+        folder: the adapter's.
+
+    Returns:
+        rows, exact, macro_f1 (closed sets only), base_exact, majority: shares of one.
+
+    Raises:
+        AdapterRefused: the engine would not serve it.
+    """
+    engine = Engine(base, "judged", max_rows=32)
+    engine.add_adapter(
+        engine.read_adapter(folder, name="judged", digest="judged", base_digest="judged")
+    )
+    answers = judge(engine, spec, data, "judged")
+    return {
+        "rows": len(data.holdout),
+        "exact": exact_match(answers, data),
+        **({"macro_f1": macro_f1(answers, data)} if spec.kind == "choice" else {}),
+        "base_exact": exact_match(judge(engine, spec, data, None), data),
+        "majority": data.majority,
+    }
