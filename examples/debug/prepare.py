@@ -1,5 +1,6 @@
-"""Makes the debug corpus: a few hundred harbour-log entries drawn from a small grammar."""
+"""Makes the debug corpus: harbour-log entries from a small grammar, and two specialists' rows."""
 
+import json
 import random
 from pathlib import Path
 
@@ -25,8 +26,24 @@ def entry(rng: random.Random) -> str:
     )
 
 
+def rows(rng: random.Random, count: int, task: str) -> list[dict[str, str]]:
+    """A ship in some words, and what is true of it: its cargo or its port."""
+    made = []
+    for _ in range(count):
+        ship = rng.randrange(len(SHIPS))
+        said = rng.choice(["the {}, {} tons", "{} with {} tons", "ship {} ({} tons)"])
+        answer = CARGO[ship] if task == "cargo" else PORTS[ship % len(PORTS)]
+        made.append({"input": said.format(SHIPS[ship], rng.randint(20, 300)), "output": answer})
+    return made
+
+
 def prepare(out: Path) -> None:
-    """Write train.txt and holdout.txt, one entry a line."""
+    """Write train.txt and holdout.txt, one entry a line, and a folder a specialist."""
     rng = random.Random(7)
     (out / "train.txt").write_text("\n".join(entry(rng) for _ in range(400)) + "\n")
     (out / "holdout.txt").write_text("\n".join(entry(rng) for _ in range(40)) + "\n")
+    for task in ("cargo", "port"):
+        for split, count in (("train", 300), ("holdout", 60)):
+            path = out / task / f"{split}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("".join(json.dumps(r) + "\n" for r in rows(rng, count, task)))

@@ -184,7 +184,7 @@ def _start_host(config: dict[str, Any], store_url: str) -> _Host:
 
     name = f"{_HOST_PREFIX}{uuid.uuid4().hex[:8]}"
     actor = (
-        ray.remote(HostActor)
+        ray.remote(concurrency_groups={"control": 4})(HostActor)
         .options(
             name=name,
             namespace=NAMESPACE,
@@ -194,7 +194,6 @@ def _start_host(config: dict[str, Any], store_url: str) -> _Host:
             label_selector=AGENTS.label_selector,
             max_restarts=0,
             max_task_retries=0,
-            concurrency_groups={"control": 4},
         )
         .remote(name, store_url, config)
     )

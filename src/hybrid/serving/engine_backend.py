@@ -85,7 +85,7 @@ class EngineBackend:
                     for event in engine.step():
                         self._deliver(event)
             self._end_all(Unavailable("the model is shutting down", retry_after=1))
-        except BaseException as e:  # noqa: BLE001 - every request must learn of it
+        except BaseException as e:
             log.exception("the engine's thread ended")
             self._end_all(Unavailable(f"the engine failed ({type(e).__name__}: {e})"))
 
