@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import time
@@ -207,6 +208,7 @@ class Project:
         from hybrid.agents.swarm import start_swarm
         from hybrid.gateway.app import APP_NAME, build
 
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serving = self.config.serving
         store_url = self._store_url(state)
         asyncio.run(self._apply_agents(store_url))
@@ -230,7 +232,23 @@ class Project:
         self._endpoint_file.parent.mkdir(parents=True, exist_ok=True)
         self._endpoint_file.write_text(json.dumps({"url": url, "port": port}))
         _wait_healthy(url)
+        step("warming up")
+        self._warm_up()
         return url
+
+    def _warm_up(self) -> None:
+        """Ask every agent one of its own examples, so that the first user does not wait for loads.
+
+        What they answer is not looked at: a wrong answer is no reason not to be up.
+        """
+        asked = [(n, s.examples[0]) for n, s in self.config.agents.specs.items() if s.examples]
+        with self.http() as client:
+            ids = [
+                request(client, "POST", f"/v1/agents/{n}/tasks", json={"input": e})["id"]
+                for n, e in asked
+            ]
+            for task in ids:
+                request(client, "GET", f"/v1/tasks/{task}", params={"wait_s": 10})
 
     async def _apply_agents(self, store_url: str) -> None:
         from hybrid.agents.mailbox import Mailbox

@@ -1,0 +1,19 @@
+"""Every private Ray name we touch, in one place; tests/test_ray_compat.py checks each is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def validate_cluster(config: dict[str, Any]) -> str | None:
+    """What Ray's own schema has against a cluster file; None when nothing. Needs no cloud."""
+    from jsonschema.exceptions import ValidationError
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    try:
+        validate_config(prepare_config(config))
+    except ValidationError as e:
+        return str(e.message)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        return f"{type(e).__name__}: {e}"
+    return None

@@ -1,0 +1,19 @@
+"""The private names of Ray that we rely on are still there, in the version we pin."""
+
+from __future__ import annotations
+
+import inspect
+
+
+def test_cluster_schema() -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    assert list(inspect.signature(prepare_config).parameters) == ["config"]
+    assert list(inspect.signature(validate_config).parameters) == ["config"]
+
+
+def test_local_cluster() -> None:
+    from ray.cluster_utils import Cluster
+
+    assert "shutdown_at_exit" in inspect.signature(Cluster).parameters
+    assert inspect.signature(Cluster.add_node).parameters["node_args"].kind.name == "VAR_KEYWORD"
