@@ -61,6 +61,7 @@ def read(name: str, spec: AdapterConfig) -> AdapterData:
             raise DataError(
                 f"{spec.train}: output {foreign!r} is none of the {len(choices)} choices of {name}"
             )
+    augment = load_function(spec.augment) if spec.augment else None
     hasher = hashlib.sha256()
     script = (spec.augment or "").rpartition(":")[0]
     for path in (
@@ -74,7 +75,7 @@ def read(name: str, spec: AdapterConfig) -> AdapterData:
         train=train,
         holdout=holdout[: spec.max_holdout],
         choices=choices,
-        augment=load_function(spec.augment) if spec.augment else None,
+        augment=augment,
         digest=hasher.hexdigest(),
     )
 

@@ -39,10 +39,10 @@ def device_peak(device: torch.device, precision: Precision) -> Peak:
         for part, flops in BF16_PEAKS.items():
             if part in name:
                 return Peak(flops=flops, source=f"data sheet of {part}, dense bfloat16")
-    size = 4096 if device.type == "cuda" else 768
+    size = 4096 if device.type == "cuda" else 1024
     a = torch.ones(size, size, device=device, dtype=precision.compute)
     best = float("inf")
-    for _ in range(4):  # the first warms caches and libraries up
+    for _ in range(12):  # the first warms up; the best is the one nobody disturbed
         start = time.perf_counter()
         a @ a
         if device.type == "cuda":
