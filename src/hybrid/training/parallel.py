@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -101,6 +103,8 @@ def spread(model: nn.Module, strategy: Strategy, precision: Precision, world: Wo
     if strategy != "single" and not dist.is_initialized():
         raise ConfigError(f"training.strategy {strategy!r} needs a process group: use 'single'")
     model = model.to(device=world.device, dtype=precision.params)
+    if precision.params == torch.float64:
+        _exact_norms(model)
     mixed = precision.compute != precision.params
     if strategy == "fsdp":
         mesh = init_device_mesh(world.device.type, (world.size,))
@@ -122,6 +126,22 @@ def spread(model: nn.Module, strategy: Strategy, precision: Precision, world: Wo
             gradient_as_bucket_view=True,
         )
     return model
+
+
+def _exact_norms(model: nn.Module) -> None:
+    """Have RMS norms computed in float64.
+
+    transformers' round to float32 in between, whatever the dtype: then a sum taken in another
+    order, as another world size takes it, is not 1e-16 but 1e-8 off after a few steps.
+    """
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            norm: Any = module
+            norm.forward = partial(_rms_norm, norm)
+
+
+def _rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 @contextmanager
