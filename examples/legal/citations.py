@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from eyecite import get_citations
 from eyecite.models import FullCaseCitation
+from parts import PARTS, candidates
 from records import Record
 
 PARTIES = (
@@ -20,12 +21,10 @@ PARTIES = (
 )  # fmt: skip
 SENTENCES = (
     "{a} v. {b}, {cite} ({year})",
-    "See {a} v. {b}, {cite} ({year}).",
-    "The court followed {a} v. {b}, {cite} ({year}).",
-    "This was settled in {a} v. {b}, {cite} ({year}), and is good law.",
-    "In re {a}, {cite} ({year})",
+    "See {a} v. {b}, {cite}, {pin} ({year}).",
+    "On May {day}, {later} the court followed {a} v. {b}, {cite} ({year}).",
+    "In re {a}, No. {day} of {later}, {cite} ({year})",
 )
-PARTS = ("volume", "reporter", "page", "year")
 
 
 def parts(sentence: str) -> dict[str, str] | None:
@@ -44,15 +43,24 @@ def rows(records: list[Record], count: int, rng: random.Random) -> Iterator[dict
     )
     made = 0
     while made < count:
+        year, page = rng.randint(1880, 2000), rng.randint(1, 899)
         truth = {
             "volume": str(rng.randint(1, 999)),
             "reporter": rng.choice(editions),
-            "page": str(rng.randint(1, 1999)),
-            "year": str(rng.randint(1880, 2020)),
+            "page": str(page),
+            "year": str(year),
         }
         a, b = rng.sample(PARTIES, 2)
-        cite = f"{truth['volume']} {truth['reporter']} {truth['page']}"
-        sentence = rng.choice(SENTENCES).format(a=a, b=b, cite=cite, year=truth["year"])
-        if parts(sentence) == truth:
+        sentence = rng.choice(SENTENCES).format(
+            a=a,
+            b=b,
+            cite=f"{truth['volume']} {truth['reporter']} {page}",
+            year=year,
+            pin=page + rng.randint(1, 30),
+            day=rng.randint(1, 31),
+            later=rng.randint(year, 2020),
+        )
+        answer = json.dumps(truth)
+        if parts(sentence) == truth and answer in candidates(sentence):
             made += 1
-            yield {"input": sentence, "output": json.dumps(truth)}
+            yield {"input": sentence, "output": answer}

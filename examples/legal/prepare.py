@@ -60,7 +60,7 @@ def prepare(out: Path) -> None:
     }
     rng = random.Random(0)
     tasks["entities"] = {
-        "train": list(citations.rows([r for r in records if not r.held_out], 2000, rng)),
+        "train": list(citations.rows([r for r in records if not r.held_out], 7000, rng)),
         "holdout": list(citations.rows([r for r in records if r.held_out], 200, rng)),
     }
     for task, splits in tasks.items():

@@ -83,7 +83,9 @@ def _courts() -> Iterator[Record]:
     for court in courts:
         strings = _names(court["name"], *court["examples"])
         place = court["location"]
-        labels = {"location": ("Washington D.C." if place == "D.C." else place,)}
+        labels: dict[str, tuple[str, ...]] = {
+            "location": ("Washington D.C." if place == "D.C." else place,)
+        }
         if court["type"] in COURT_TYPES:
             labels["type"] = COURT_TYPES[court["type"]]
         yield Record("court", strings, labels)

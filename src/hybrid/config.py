@@ -192,6 +192,9 @@ class AdapterConfig(_Section):
     """`choice` scores a closed set of answers; `generate` decodes greedily."""
     choices: str | None = None
     """JSON file with the list of choices; by default the distinct outputs of `train`."""
+    candidates: str | None = None
+    """`FILE.py:function` or dotted path of `(input: str) -> list[str]`: the choices of each input,
+    made from it (extraction), in place of one closed set."""
     augment: str | None = None
     """`FILE.py:function` or dotted path of `(input: str, rng: random.Random) -> str`, applied
     to every training row anew each epoch."""
@@ -448,6 +451,9 @@ def _resolve_paths(config: ProjectConfig, root: Path) -> ProjectConfig:
                 "holdout": path(a.holdout),
                 "choices": path(a.choices) if a.choices else None,
                 "augment": path(a.augment) if a.augment and ".py:" in a.augment else a.augment,
+                "candidates": path(a.candidates)
+                if a.candidates and ".py:" in a.candidates
+                else a.candidates,
             }
         )
         for name, a in config.adapters.items()

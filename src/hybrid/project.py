@@ -278,7 +278,7 @@ class Project:
                 fields: dict[str, Any] = {}
                 if "template" not in spec.model_fields_set:
                     fields["template"] = adapter.template
-                if spec.choices is None and adapter.kind == "choice":
+                if spec.choices is None and adapter.kind == "choice" and not adapter.candidates:
                     fields["choices"] = read(spec.adapter or "", adapter).choices
                 spec = spec.model_copy(update=fields)
             ready[name] = spec

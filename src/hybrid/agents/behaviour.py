@@ -198,6 +198,10 @@ class Context:
             return _answer(agent, self._journal[child.id])
         if agent not in self.specs:
             raise NotFound(f"agent {self.spec.name!r} asks {agent!r}, which is not there")
+        if key not in self._journal:
+            # The place is remembered with the step, so that a changed order is noticed.
+            await self._store.record(self._lease, key, child.id)
+            self._journal[key] = child.id
         self._children[child.id] = child
         return await self._wait()
 

@@ -74,9 +74,7 @@ class AgentHost:
         self._mailbox = Mailbox(self._redis, config.store)
         self._spec_store = SpecStore(self._redis)
         self._specs: dict[str, AgentSpec] = {}
-        self._limits: dict[str, asyncio.Semaphore] = {}
         self._running: dict[asyncio.Task[None], Lease] = {}
-        self._started: set[str] = set()
         self._draining = asyncio.Event()
         self._known = asyncio.Event()
         self.finished: Counter[str] = Counter()
@@ -99,12 +97,12 @@ class AgentHost:
         try:
             await self._known.wait()
             while not self._draining.is_set():
-                free = self._config.agents.swarm.concurrency - len(self._running)
-                if not free:
+                agents, count = self._room()
+                if not count:
                     await self._one_ends()
                     continue
                 try:
-                    await self._take(free)
+                    await self._take(agents, count)
                 except StoreUnavailable as e:
                     log.warning("%s: %s", self.name, e.message)
                     await asyncio.sleep(_STORE_PAUSE_S)
@@ -115,10 +113,21 @@ class AgentHost:
             await self._mailbox.close()
             await self._redis.aclose()
 
-    async def _take(self, free: int) -> None:
-        leases = await self._mailbox.lease(
-            sorted(self._specs), self.name, free, wait_s=_LEASE_WAIT_S
-        )
+    def _room(self) -> tuple[list[str], int]:
+        """The agents that may get another task here, and how many may be leased at once.
+
+        At most the smallest room of any of them, so that nothing leased has to wait.
+        """
+        held = Counter(lease.task.agent for lease in self._running.values())
+        room = {n: s.max_concurrency - held[n] for n, s in self._specs.items()}
+        agents = sorted(n for n, left in room.items() if left > 0)
+        free = self._config.agents.swarm.concurrency - len(self._running)
+        if not self._specs:
+            return [], free  # nothing to do yet; the look at time's doings goes on
+        return agents, min([free, *(room[n] for n in agents)]) if agents else 0
+
+    async def _take(self, agents: list[str], count: int) -> None:
+        leases = await self._mailbox.lease(agents, self.name, count, wait_s=_LEASE_WAIT_S)
         for lease in leases:
             task = asyncio.create_task(self._handle(lease), name=lease.task.id)
             self._running[task] = lease
@@ -132,7 +141,7 @@ class AgentHost:
             drained.cancel()
 
     async def drain(self, deadline_s: float) -> dict[str, int]:
-        """Stop leasing, give back what has not started, finish what ends in time, return the rest.
+        """Stop leasing, finish what ends in time, give back the rest; the attempt does not count.
 
         Returns:
             How many tasks were finished and given back.
@@ -140,9 +149,6 @@ class AgentHost:
         self._draining.set()
         ends = time.monotonic() + deadline_s
         held = len(self._running)
-        for task, lease in list(self._running.items()):
-            if lease.task.id not in self._started:
-                task.cancel()
         if self._running:
             left = max(0.0, ends - time.monotonic() - _GIVE_BACK_S)
             await asyncio.wait(list(self._running), timeout=left)
@@ -161,6 +167,8 @@ class AgentHost:
                 try:
                     either: set[asyncio.Future[Any]] = {work, keeper, ended}
                     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                    if ended.done() and ended.result() != "cancelled":
+                        await asyncio.wait({work}, timeout=_LEASE_WAIT_S)  # it ended it itself
                 finally:
                     if not work.done():
                         await end(work)
@@ -175,32 +183,32 @@ class AgentHost:
                 self.finished["given back"] += 1
             raise
         finally:
-            self._started.discard(lease.task.id)
             await end(keeper)
 
     async def _work(self, lease: Lease) -> str:
         spec = self._specs.get(lease.task.agent)
         if spec is None:  # removed between two looks: another host may know it, or it comes back
             return await self._again(lease, f"agent {lease.task.agent!r} is not there")
-        async with self._limit(spec):
-            self._started.add(lease.task.id)
-            try:
-                context = self._context(lease, spec)
-                function = resolve_behaviour(spec.behaviour, f"agent {spec.name!r}")
-                async with asyncio.timeout(context.remaining_s):
-                    outcome = await behaviour.run(function, context)
-            except (StaleLease, Cancelled):
-                return "lost"
-            except TimeoutError:
-                late = DeadlineExceeded(f"task {lease.task.id}: its deadline passed while running")
-                return await self._end(lease, Outcome(state="failed", error=_text(late)))
-            except _RETRYABLE as e:
-                return await self._again(lease, _text(e), e.retry_after)
-            except HybridError as e:
-                return await self._end(lease, Outcome(state="failed", error=_text(e)))
-            except Exception as e:
-                log.warning("agent %s, task %s", spec.name, lease.task.id, exc_info=True)
+        limit: asyncio.Timeout | None = None
+        try:
+            context = self._context(lease, spec)
+            function = resolve_behaviour(spec.behaviour, f"agent {spec.name!r}")
+            async with asyncio.timeout(context.remaining_s) as limit:
+                outcome = await behaviour.run(function, context)
+        except (StaleLease, Cancelled):
+            return "lost"
+        except TimeoutError as e:
+            if limit is None or not limit.expired():  # one of the behaviour's own
                 return await self._again(lease, f"{type(e).__name__}: {e}")
+            late = DeadlineExceeded(f"task {lease.task.id}: its deadline passed while running")
+            return await self._end(lease, Outcome(state="failed", error=_text(late)))
+        except _RETRYABLE as e:
+            return await self._again(lease, _text(e), e.retry_after)
+        except HybridError as e:
+            return await self._end(lease, Outcome(state="failed", error=_text(e)))
+        except Exception as e:
+            log.warning("agent %s, task %s", spec.name, lease.task.id, exc_info=True)
+            return await self._again(lease, f"{type(e).__name__}: {e}")
         if isinstance(outcome, Done):
             return await self._end(lease, Outcome(state="done", result=outcome.output))
         try:
@@ -266,10 +274,6 @@ class AgentHost:
                 log.warning("%s: lease of %s: %s", self.name, lease.task.id, e.message)
 
     # --- specs ----------------------------------------------------------------------------------
-
-    def _limit(self, spec: AgentSpec) -> asyncio.Semaphore:
-        key = f"{spec.name}/{spec.max_concurrency}"
-        return self._limits.setdefault(key, asyncio.Semaphore(spec.max_concurrency))
 
     async def _watch_specs(self) -> None:
         while True:

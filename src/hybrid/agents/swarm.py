@@ -36,15 +36,17 @@ class Swarm:
         store_url: given to every host.
     """
 
-    def __init__(self, config: dict[str, Any], store_url: str) -> None:
+    async def __init__(  # type: ignore[misc] # Ray awaits it; a restarted swarm then looks at once
+        self, config: dict[str, Any], store_url: str
+    ) -> None:
         self._config = config
         self._store_url = store_url
         self._wanted = ProjectConfig.model_validate(config).agents.swarm.hosts
         self._hosts: dict[str, _Host] = {}
         self._stopping = False
+        self._loop = asyncio.create_task(self._run())
 
-    async def run(self) -> None:
-        """Look after the hosts until stopped."""
+    async def _run(self) -> None:
         self._adopt()
         while not self._stopping:
             try:
@@ -236,7 +238,6 @@ def start_swarm(config: ProjectConfig, store_url: str, timeout_s: float = 60) ->
             if time.monotonic() > deadline:
                 raise Unavailable(f"actor {SWARM} cannot be replaced") from None
             time.sleep(0.1)
-    actor.run.remote()
     while config.agents.swarm.hosts:
         status = swarm_status()
         if any(h["state"] == "running" for h in status["hosts"]):

@@ -155,6 +155,7 @@ class LocalCluster:
         slots = training.workers + serving.replicas
         return {
             "dir": str(self.dir),
+            "code": str(self.config.run.dir.parent),
             "bound": bound,
             "gpu": {
                 "slots": slots,
@@ -209,6 +210,9 @@ def supervise(spec: dict[str, Any]) -> None:
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     os.environ.update(ENVIRONMENT)
+    # Behaviours beside the project file can be named by dotted path.
+    paths = [spec["code"], *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
     os.environ.pop("RAY_ADDRESS", None)
     # Unix socket paths are at most 107 bytes, so Ray's session cannot live below the project.

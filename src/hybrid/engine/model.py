@@ -102,7 +102,7 @@ class Linear:
         packable = (
             weight.device.type == "cpu"
             and weight.dtype == torch.float32
-            and torch.backends.mkldnn.is_available()
+            and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         )
         self.packed = packable
         self.weight = (

@@ -96,7 +96,7 @@ def score(
     positions = torch.cat([torch.arange(n), trie.depths + n]).to(device)
     segments = [(0, len(ids), adapter)] if adapter else []
     hidden = decoder.forward(ids, positions, _TreeAttention(n, trie, device), LoraPlan(segments))
-    inner = trie.parents.unique()
+    inner: Tensor = torch.unique(trie.parents)
     table = torch.log_softmax(decoder.logits(hidden[inner.to(device) + n - 1]), -1)
     row = torch.searchsorted(inner, trie.parents).to(device)
     gained = table[row, trie.tokens.to(device)].tolist()

@@ -28,9 +28,10 @@ def judge(engine: Engine, spec: AdapterConfig, data: AdapterData, adapter: str |
     prompts = [spec.template.replace("{input}", row.input) for row in data.holdout]
     if spec.kind == "choice":
         answers = []
-        for prompt in prompts:
-            scores, _, _ = engine.score(prompt, data.choices, adapter=adapter)
-            answers.append(data.choices[scores.index(max(scores))])
+        for prompt, row in zip(prompts, data.holdout, strict=True):
+            choices = data.choices_of(row)
+            scores, _, _ = engine.score(prompt, choices, adapter=adapter)
+            answers.append(choices[scores.index(max(scores))])
         return answers
     texts = [""] * len(prompts)
     waiting = list(enumerate(prompts))
@@ -93,7 +94,7 @@ def evaluate(base: Path, folder: Path, spec: AdapterConfig, data: AdapterData) -
     return {
         "rows": len(data.holdout),
         "exact": exact_match(answers, data),
-        **({"macro_f1": macro_f1(answers, data)} if spec.kind == "choice" else {}),
+        **({"macro_f1": macro_f1(answers, data)} if data.choices else {}),
         "base_exact": exact_match(judge(engine, spec, data, None), data),
         "majority": data.majority,
     }

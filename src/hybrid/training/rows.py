@@ -18,6 +18,7 @@ from hybrid.config import AdapterConfig
 from hybrid.errors import ConfigError, DataError
 
 Augment = Callable[[str, random.Random], str]
+Candidates = Callable[[str], list[str]]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class AdapterData:
     choices: tuple[str, ...]
     augment: Augment | None
     digest: str
+    candidates: Candidates | None = None
+
+    def choices_of(self, row: Row) -> tuple[str, ...]:
+        """The answers a row's is chosen among."""
+        return tuple(self.candidates(row.input)) if self.candidates else self.choices
 
     @property
     def majority(self) -> float:
@@ -54,7 +60,7 @@ def read(name: str, spec: AdapterConfig) -> AdapterData:
     """
     train, holdout = read_rows(Path(spec.train)), read_rows(Path(spec.holdout))
     choices: tuple[str, ...] = ()
-    if spec.kind == "choice":
+    if spec.kind == "choice" and not spec.candidates:
         choices = read_choices(Path(spec.choices)) if spec.choices else distinct(train)
         foreign = next((o for r in train for o in r.outputs if o not in set(choices)), None)
         if foreign is not None:
@@ -62,6 +68,7 @@ def read(name: str, spec: AdapterConfig) -> AdapterData:
                 f"{spec.train}: output {foreign!r} is none of the {len(choices)} choices of {name}"
             )
     augment = load_function(spec.augment) if spec.augment else None
+    candidates = load_function(spec.candidates) if spec.candidates else None
     hasher = hashlib.sha256()
     script = (spec.augment or "").rpartition(":")[0]
     for path in (
@@ -76,6 +83,7 @@ def read(name: str, spec: AdapterConfig) -> AdapterData:
         holdout=holdout[: spec.max_holdout],
         choices=choices,
         augment=augment,
+        candidates=candidates,
         digest=hasher.hexdigest(),
     )
 
@@ -140,15 +148,15 @@ def load_function(ref: str) -> Any:
         try:
             return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as e:
-            raise ConfigError(f"augment: {ref!r} does not import: {e}") from None
+            raise ConfigError(f"{ref!r} does not import: {e}") from None
     path = Path(module)
     if not path.exists():
-        raise ConfigError(f"augment: {path}: no such file")
+        raise ConfigError(f"{path}: no such file")
     sys.path.insert(0, str(path.parent))  # so that it can import its neighbours
     try:
         found = runpy.run_path(str(path)).get(name)
     finally:
         sys.path.remove(str(path.parent))
     if not callable(found):
-        raise ConfigError(f"augment: {path} defines no function {name!r}")
+        raise ConfigError(f"{path} defines no function {name!r}")
     return found

@@ -97,7 +97,9 @@ def _named(name: str, say: OnProgress) -> OnProgress:
 
 def run_id(name: str, spec: AdapterConfig, data_digest: str, base_digest: str) -> str:
     """The adapter's name and a digest of all that decides it; where its files lie does not."""
-    decides = spec.model_dump(mode="json", exclude={"train", "holdout", "choices", "augment"})
+    decides = spec.model_dump(
+        mode="json", exclude={"train", "holdout", "choices", "augment", "candidates"}
+    )
     raw = json.dumps([decides, data_digest, base_digest], sort_keys=True)
     return f"{name}-{hashlib.sha256(raw.encode()).hexdigest()[:12]}"
 
