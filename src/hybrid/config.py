@@ -1,4 +1,4 @@
-"""hybrid.yaml as frozen models: one class a section, a docstring under each field.
+"""hybrid.yaml as frozen models: reading and checking it; the sections are in sections.py.
 
 `load(path)` reads and checks the file. Every error names the file, the key path, the value and
 what is allowed, with a "did you mean" for misspelt keys. Relative paths are taken from the
@@ -10,332 +10,52 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError
 
 from hybrid.errors import ConfigError
+from hybrid.sections import (
+    NAME,
+    AdapterConfig,
+    AgentConfig,
+    AgentsConfig,
+    DataConfig,
+    LoraConfig,
+    ModelConfig,
+    Name,
+    ProjectConfig,
+    RegistryConfig,
+    RunConfig,
+    ServingConfig,
+    StoreConfig,
+    SwarmConfig,
+    TokenizerConfig,
+    TrainingConfig,
+)
 
-NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
-Name = Annotated[str, Field(pattern=NAME)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class RunConfig(_Section):
-    """What this project is called and where it keeps its local state."""
-
-    name: Name
-    """Name of the project; training runs and Serve applications are named after it."""
-    dir: Path = Path(".hybrid")
-    """Local state: shards, checkpoints, logs, the embedded store. On a cluster, a shared path."""
-    seed: int = Field(0, ge=0)
-    """Seed of initialisation, of data order and of every micro-batch's own generator."""
-
-
-class RegistryConfig(_Section):
-    """Where bases, adapters and releases are published."""
-
-    root: str = ".hybrid/registry"
-    """A local path, or any fsspec URL such as s3://bucket/prefix."""
-    cache: Path = Path(".hybrid/cache")
-    """Where models from a remote registry are materialised on each machine."""
-
-
-class ModelConfig(_Section):
-    """The base model: made from these dimensions, or loaded from a Hugging Face directory."""
-
-    name: Name
-    """The base's name in the registry, and the alias clients write as `model`."""
-    source: Path | None = None
-    """A Hugging Face model directory to start from; the dimensions below are then ignored."""
-    architecture: Literal["llama"] = "llama"
-    """Family of a newly made model, as transformers names it."""
-    hidden_size: int = Field(128, ge=8)
-    """Width of the residual stream."""
-    intermediate_size: int = Field(384, ge=8)
-    """Width of the gated MLP."""
-    layers: int = Field(4, ge=1)
-    """Number of transformer blocks; each is one FSDP unit."""
-    heads: int = Field(4, ge=1)
-    """Number of query heads."""
-    kv_heads: int = Field(2, ge=1)
-    """Number of key and value heads (grouped-query attention)."""
-    context: int = Field(256, ge=16)
-    """Longest sequence the model is made for, in tokens."""
-    tie_embeddings: bool = True
-    """Share the input embedding with the output projection."""
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> ModelConfig:
-        if self.hidden_size % self.heads or (self.hidden_size // self.heads) % 2:
-            raise ValueError("hidden_size / heads must be a whole, even head dimension")
-        if self.heads % self.kv_heads:
-            raise ValueError("heads must be a multiple of kv_heads")
-        return self
-
-
-class TokenizerConfig(_Section):
-    """The tokenizer of a newly made base; a base from `model.source` brings its own."""
-
-    vocab_size: int = Field(1024, ge=260)
-    """Byte-level BPE vocabulary, special tokens included."""
-    train_on: tuple[str, ...] = ()
-    """Globs or fsspec URLs the merges are learnt from; empty means `data.train`."""
-
-
-class DataConfig(_Section):
-    """The corpus of the base."""
-
-    train: tuple[str, ...] = ()
-    """Text, JSONL or Parquet files: globs or fsspec URLs. A text file is one document a line
-    when `text_documents` is `line`."""
-    holdout: tuple[str, ...] = ()
-    """Files for held-out evaluation; nothing of them is trained on."""
-    field: str = "text"
-    """The field of a JSONL row or Parquet column that holds the document."""
-    text_documents: Literal["file", "line"] = "file"
-    """Whether a text file is one document, or one a line."""
-    prepare: str | None = None
-    """A Python file with `prepare(out: Path) -> None` that makes the data below `run.dir`/data
-    from packages or other sources; run once, before anything reads the globs."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    """How the tokenizer is made."""
-
-
-class TrainingConfig(_Section):
-    """Training of the base with FSDP2 under Ray Train."""
-
-    steps: int = Field(200, ge=1)
-    """Optimiser steps."""
-    sequence_length: int = Field(128, ge=8)
-    """Tokens of one packed sequence."""
-    micro_batch: int = Field(8, ge=1)
-    """Sequences in a micro-batch: the unit dealt to ranks."""
-    micro_batches: int = Field(4, ge=1)
-    """Micro-batches in a step, whatever the world size:
-    tokens per step = sequence_length x micro_batch x micro_batches."""
-    lr: float = Field(3e-3, gt=0)
-    """Peak learning rate."""
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """The cosine's floor as a share of `lr`."""
-    warmup_steps: int = Field(20, ge=0)
-    """Steps of linear warm-up."""
-    weight_decay: float = Field(0.1, ge=0)
-    """AdamW weight decay on matrices."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW betas."""
-    clip: float = Field(1.0, gt=0)
-    """Global gradient norm is clipped to this."""
-    strategy: Literal["fsdp", "ddp", "single"] = "fsdp"
-    """How the model is spread over workers."""
-    precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """`auto` is bfloat16 compute with float32 parameters and reduction where the GPU has it."""
-    workers: int = Field(2, ge=1)
-    """Ray Train workers; each takes one slot of the gpu pool."""
-    cpus_per_worker: float = Field(1, gt=0)
-    """CPUs a worker reserves, and torch threads it runs where there is no GPU."""
-    checkpoint_every: int = Field(50, ge=1)
-    """Steps between checkpoints."""
-    keep_checkpoints: int = Field(2, ge=1)
-    """Committed checkpoints kept."""
-    eval_every: int = Field(100, ge=1)
-    """Steps between held-out evaluations; the last step is always evaluated."""
-    eval_sequences: int = Field(64, ge=1)
-    """Held-out sequences evaluated, at most."""
-    max_failures: int = Field(2, ge=-1)
-    """Worker-group restarts Ray Train makes before it gives up (-1: no limit)."""
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimiser step, the same for every world size."""
-        return self.sequence_length * self.micro_batch * self.micro_batches
-
-
-class LoraConfig(_Section):
-    """Shape and training of a LoRA adapter (PEFT's format)."""
-
-    rank: int = Field(8, ge=1)
-    """Rank of A and B."""
-    alpha: float = Field(16, gt=0)
-    """Scaling numerator: the delta is alpha / rank x B A."""
-    targets: tuple[str, ...] = (
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    )  # fmt: skip
-    """Names of the projections that get an adapter."""
-    dropout: float = Field(0.05, ge=0, lt=1)
-    """Dropout on the adapter's input while training."""
-    steps: int = Field(200, ge=1)
-    """Optimiser steps."""
-    batch: int = Field(32, ge=1)
-    """Rows a step."""
-    lr: float = Field(2e-3, gt=0)
-    """Peak learning rate (cosine, 5 % warm-up)."""
-    weight_decay: float = Field(0.0, ge=0)
-    """AdamW weight decay."""
-
-
-class AdapterConfig(_Section):
-    """One specialist: its rows, its template, how it is judged."""
-
-    train: str
-    """JSONL of {"input": …, "output": …}; `output` may be a list of acceptable answers (a set),
-    of which the first is trained on."""
-    holdout: str
-    """JSONL of the same shape, judged and never trained on."""
-    template: str = "{input}\n"
-    """The prompt: must contain {input}. The answer follows it, then the end-of-text token."""
-    kind: Literal["choice", "generate"] = "choice"
-    """`choice` scores a closed set of answers; `generate` decodes greedily."""
-    choices: str | None = None
-    """JSON file with the list of choices; by default the distinct outputs of `train`."""
-    candidates: str | None = None
-    """`FILE.py:function` or dotted path of `(input: str) -> list[str]`: the choices of each input,
-    made from it (extraction), in place of one closed set."""
-    augment: str | None = None
-    """`FILE.py:function` or dotted path of `(input: str, rng: random.Random) -> str`, applied
-    to every training row anew each epoch."""
-    lora: LoraConfig = LoraConfig()
-    """Shape and training."""
-    margin: float = Field(0.02, ge=0)
-    """Held-out exact match must beat the majority class by this, or nothing is published."""
-    max_holdout: int = Field(1000, ge=1)
-    """Held-out rows judged, at most (the first ones)."""
-
-    @model_validator(mode="after")
-    def _template_has_input(self) -> AdapterConfig:
-        if "{input}" not in self.template:
-            raise ValueError("template must contain {input}")
-        return self
-
-
-class ServingConfig(_Section):
-    """The model deployment and the gateway."""
-
-    host: str = "127.0.0.1"
-    """Address the HTTP endpoint listens on."""
-    port: int = Field(8000, ge=0, le=65535)
-    """Port of the HTTP endpoint; 0 picks a free one."""
-    backend: Literal["engine", "vllm"] = "engine"
-    """Which Backend serves the base."""
-    replicas: int = Field(1, ge=1)
-    """Model replicas, each one slot of the gpu pool."""
-    cpus: float = Field(1, ge=0)
-    """CPUs a model replica reserves."""
-    gpus: float = Field(0, ge=0)
-    """GPUs a model replica reserves."""
-    threads: int = Field(1, ge=1)
-    """torch threads of a replica where there is no GPU."""
-    max_rows: int = Field(32, ge=1)
-    """Requests decoded together in one step."""
-    max_queue: int = Field(256, ge=1)
-    """Requests that may wait; beyond it the answer is 429."""
-    kv_tokens: int = Field(16384, ge=64)
-    """Tokens of key/value cache, over all requests."""
-    alias: Name = "stable"
-    """The release alias that is served."""
-    api_keys: tuple[str, ...] = ()
-    """Bearer keys the endpoint accepts, as `tenant:key`; empty means open (bind to localhost)."""
-
-
-class StoreConfig(_Section):
-    """The Redis-protocol store behind the agents."""
-
-    url: str | None = None
-    """redis://… of a Valkey or Redis >= 7. None: an embedded server, for one machine only."""
-    fsync: Literal["always", "everysec"] = "always"
-    """Of the embedded server. `everysec` may lose the last second of acknowledged tasks when
-    the machine (not the process) dies."""
-    partitions: int = Field(1, ge=1)
-    """Hash-tagged partitions of the mailbox ({h0}, {h1}, …)."""
-    max_depth: int = Field(10000, ge=1)
-    """Tasks an agent's mailbox holds before submits are answered with 429."""
-    lease_s: float = Field(15, gt=0)
-    """Seconds a lease lasts without renewal."""
-    max_attempts: int = Field(4, ge=1)
-    """Attempts before a task goes to the dead letter."""
-    retain_s: float = Field(86400, gt=0)
-    """Seconds a finished task is kept."""
-
-
-class AgentConfig(_Section):
-    """One agent: what it is for, which adapter it speaks through, how it behaves."""
-
-    description: str = ""
-    """What it answers; the router reads this."""
-    behaviour: str = "answer"
-    """`answer`, `chain`, `route` or a dotted path to an async function `(ctx) -> output`."""
-    adapter: str | None = None
-    """Adapter of the served release; None is the base."""
-    template: str = "{input}\n"
-    """Prompt for the model: must contain {input}."""
-    choices: tuple[str, ...] | None = None
-    """A closed set of answers, scored rather than generated."""
-    max_tokens: int = Field(64, ge=1)
-    """Longest generated answer."""
-    stop: tuple[str, ...] = ()
-    """Stop strings."""
-    verify: str | None = None
-    """Dotted path of `(input: str, output: str) -> str | None`: None is fine, a string says what
-    is wrong; the built-ins are `nonempty`, `in_choices` and `json`."""
-    examples: tuple[str, ...] = ()
-    """Inputs the router learns this agent by."""
-    routes: tuple[str, ...] = ()
-    """For `route` and `chain`: the agents chosen among; empty means every agent but itself."""
-    fallback: str | None = None
-    """For `route` and `chain`: the agent that gets what no agent matches."""
-    threshold: float = Field(0.35, ge=0, le=1)
-    """For `route` and `chain`: the calibrated score below which the router abstains."""
-    max_concurrency: int = Field(8, ge=1)
-    """Tasks of this agent in flight on one host."""
-    timeout_s: float = Field(60, gt=0)
-    """Default deadline of a task."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Free settings of a custom behaviour."""
-
-
-class SwarmConfig(_Section):
-    """The hosts that run agents."""
-
-    hosts: int = Field(2, ge=0)
-    """Agent hosts, spread over the agents pool."""
-    concurrency: int = Field(32, ge=1)
-    """Tasks in flight on one host."""
-
-
-class AgentsConfig(_Section):
-    """The agents and the hosts they run on."""
-
-    swarm: SwarmConfig = SwarmConfig()
-    """How many hosts, how busy."""
-    specs: dict[Name, AgentConfig] = Field(default_factory=dict)
-    """Agents by name."""
-
-
-class ProjectConfig(_Section):
-    """The whole of hybrid.yaml."""
-
-    run: RunConfig
-    registry: RegistryConfig = RegistryConfig()
-    model: ModelConfig
-    data: DataConfig = DataConfig()
-    training: TrainingConfig = TrainingConfig()
-    adapters: dict[Name, AdapterConfig] = Field(default_factory=dict)
-    serving: ServingConfig = ServingConfig()
-    store: StoreConfig = StoreConfig()
-    agents: AgentsConfig = AgentsConfig()
-
-    @model_validator(mode="after")
-    def _sequence_fits(self) -> ProjectConfig:
-        if self.model.source is None and self.training.sequence_length > self.model.context:
-            raise ValueError(
-                f"training.sequence_length ({self.training.sequence_length}) is longer than"
-                f" model.context ({self.model.context})"
-            )
-        return self
+__all__ = [
+    "NAME",
+    "Name",
+    "explain",
+    "load",
+    "parse",
+    "RunConfig",
+    "RegistryConfig",
+    "ModelConfig",
+    "TokenizerConfig",
+    "DataConfig",
+    "TrainingConfig",
+    "LoraConfig",
+    "AdapterConfig",
+    "ServingConfig",
+    "StoreConfig",
+    "AgentConfig",
+    "SwarmConfig",
+    "AgentsConfig",
+    "ProjectConfig",
+]
 
 
 def load(path: str | Path, overrides: dict[str, Any] | None = None) -> ProjectConfig:

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hybrid.client import request
 from hybrid.errors import Conflict, TaskFailed
-from hybrid.project import Project, request
+from hybrid.project import Project
 from hybrid.show import Bars, percent, short
 
 TASKS = 50

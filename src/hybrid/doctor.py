@@ -102,13 +102,13 @@ def _space(folder: Path) -> Finding:
 
 
 def _endpoint(project: configs.ProjectConfig) -> Finding:
-    from hybrid.project import Project
+    from hybrid.deploy import check_port
 
     state = LocalCluster(project).state()
     if state is not None:
         return Finding("endpoint", "ok", f"running (pid {state.pid})")
     try:
-        Project(project).check_port()
+        check_port(project)
     except PortInUse as e:
         return Finding("endpoint", "bad", e.message)
     return Finding("endpoint", "ok", f"{project.serving.host}:{project.serving.port} is free")

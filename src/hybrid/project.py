@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid import config as configs
-from hybrid.cluster.local import LocalCluster, State, free_port
+from hybrid.client import request
+from hybrid.cluster.local import LocalCluster, State
 from hybrid.config import AgentConfig, ProjectConfig
-from hybrid.errors import NotFound, PortInUse, Unavailable
+from hybrid.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:
     import httpx
@@ -187,81 +186,27 @@ class Project:
         state = self.local.state()
         started = False
         if state is None and "RAY_ADDRESS" not in os.environ:
-            self.check_port()
+            from hybrid.deploy import check_port
+
+            check_port(self.config)
             step("starting the cluster")
             state = self.local.start(bound=bound)
             started = True
         try:
             step(f"serving {self.config.model.name} with {len(release.adapters)} adapters")
             with self.ray():
-                return self._deploy(state, step)
+                from hybrid.deploy import deploy, warm_up
+
+                specs = self.agent_specs()
+                url = deploy(self.config, specs, self._store_url(state), self._endpoint_file, step)
+                step("warming up")
+                with self.http() as client:
+                    warm_up(client, specs)
+                return url
         except BaseException:
             if started:
                 self.local.stop()
             raise
-
-    def _deploy(self, state: State | None, step: Callable[[str], None]) -> str:
-        import asyncio
-
-        from ray import serve
-
-        from hybrid.agents.swarm import start_swarm
-        from hybrid.gateway.app import APP_NAME, build
-
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serving = self.config.serving
-        store_url = self._store_url(state)
-        asyncio.run(self._apply_agents(store_url))
-        port = serving.port
-        if not self._endpoint_file.exists():
-            port = self.check_port()
-            serve.start(
-                http_options={"host": serving.host, "port": port, "location": "HeadOnly"},
-                logging_config={"enable_access_log": False},
-            )
-        else:
-            port = int(json.loads(self._endpoint_file.read_text())["port"])
-        serve.run(
-            build({"config": self.config.model_dump(mode="json"), "store_url": store_url}),
-            name=APP_NAME,
-            route_prefix="/",
-        )
-        step(f"starting {self.config.agents.swarm.hosts} agent hosts")
-        start_swarm(self.config, store_url)
-        url = f"http://{serving.host}:{port}"
-        self._endpoint_file.parent.mkdir(parents=True, exist_ok=True)
-        self._endpoint_file.write_text(json.dumps({"url": url, "port": port}))
-        _wait_healthy(url)
-        step("warming up")
-        self._warm_up()
-        return url
-
-    def _warm_up(self) -> None:
-        """Ask every agent one of its own examples, so that the first user does not wait for loads.
-
-        What they answer is not looked at: a wrong answer is no reason not to be up.
-        """
-        asked = [(n, s.examples[0]) for n, s in self.config.agents.specs.items() if s.examples]
-        with self.http() as client:
-            ids = [
-                request(client, "POST", f"/v1/agents/{n}/tasks", json={"input": e})["id"]
-                for n, e in asked
-            ]
-            for task in ids:
-                request(client, "GET", f"/v1/tasks/{task}", params={"wait_s": 10})
-
-    async def _apply_agents(self, store_url: str) -> None:
-        from hybrid.agents.mailbox import Mailbox
-        from hybrid.agents.spec import SpecStore
-        from hybrid.agents.store import check, connect
-
-        client = connect(store_url)
-        try:
-            await check(client)
-            await Mailbox(client, self.config.store).install()
-            await SpecStore(client).apply_file(self.agent_specs())
-        finally:
-            await client.aclose()
 
     def agent_specs(self) -> dict[str, AgentConfig]:
         """The agents of hybrid.yaml, ready to run.
@@ -292,24 +237,6 @@ class Project:
                 " Valkey or Redis that every node reaches"
             )
         return url
-
-    def check_port(self) -> int:
-        """The port to listen on; refuses one that is taken."""
-        import socket
-
-        serving = self.config.serving
-        if not serving.port:
-            return free_port()
-        with socket.socket() as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                s.bind((serving.host, serving.port))
-            except OSError as e:
-                raise PortInUse(
-                    f"serving.port: {serving.host}:{serving.port} cannot be used ({e.strerror});"
-                    " stop what listens there or set another (0 picks a free one)"
-                ) from None
-        return serving.port
 
     def down(self) -> bool:
         """Stop serving, the agents and the local cluster. False when nothing ran.
@@ -450,44 +377,3 @@ class Project:
             with self.ray():
                 result["swarm"] = swarm_status()
         return result
-
-
-def request(client: httpx.Client, method: str, path: str, **kwargs: Any) -> Any:
-    """One call of our endpoint; its error envelope becomes the error it was.
-
-    Raises:
-        Unavailable: nobody answers. Otherwise the HybridError of the envelope's code.
-    """
-    import httpx
-
-    from hybrid import errors
-
-    try:
-        response = client.request(method, path, **kwargs)
-    except httpx.HTTPError as e:
-        raise Unavailable(f"{client.base_url}: {e}; is it up? (`hybrid status`)") from None
-    if response.is_success:
-        return response.json() if response.content else None
-    try:
-        error = response.json()["error"]
-    except (ValueError, KeyError, TypeError):
-        raise Unavailable(f"{response.request.url}: HTTP {response.status_code}") from None
-    raise errors.from_envelope(error, response.status_code, response.headers.get("retry-after"))
-
-
-def _wait_healthy(url: str, timeout_s: float = 60) -> None:
-    """Until the gateway answers and lists its models."""
-    import httpx
-
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            answer = httpx.get(f"{url}/healthz", timeout=5)
-            if answer.is_success:
-                return
-            last = f"HTTP {answer.status_code}"
-        except httpx.HTTPError as e:
-            last = str(e)
-        if time.monotonic() > deadline:
-            raise Unavailable(f"{url} does not answer after {timeout_s:g} s: {last}")
-        time.sleep(0.1)

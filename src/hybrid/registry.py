@@ -61,7 +61,7 @@ _FORBIDDEN = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
 class Registry:
-    """A registry below one root.
+    """A registry.
 
     Args:
         root: local path or fsspec URL; made on first publish.
@@ -189,7 +189,7 @@ class Registry:
         return Resolved(manifest, self._materialise(manifest))
 
     def list(self, kind: Kind) -> list[Manifest]:
-        """Every version of every name, by name and version."""
+        """Every version of every name."""
         return [
             self._manifest(kind, name, int(file[:-5]))
             for name in self._store.names(f"manifests/{kind}")

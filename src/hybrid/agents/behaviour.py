@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import logging
 import math
 import re
@@ -26,17 +25,25 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
+from hybrid.agents.steps import (
+    Journal,
+    Scored,
+    Suspended,
+    answer_of,
+    place_of,
+    to_json,
+)
 from hybrid.agents.tools import ToolCall, ToolRegistry
-from hybrid.errors import Conflict, DeadlineExceeded, InvalidRequest, NotFound, TaskFailed
+from hybrid.errors import Conflict, DeadlineExceeded, InvalidRequest, NotFound
 from hybrid.wire import Chunk, GenerateRequest, Provenance, Sampling, ScoreRequest
 
 if TYPE_CHECKING:
     from hybrid.agents.board import Board
     from hybrid.agents.clients import ModelClient
-    from hybrid.agents.mailbox import Lease
+    from hybrid.agents.lease import Lease
     from hybrid.agents.spec import AgentSpec
     from hybrid.agents.task import Task
 
@@ -44,44 +51,7 @@ log = logging.getLogger(__name__)
 
 Behaviour = Callable[["Context"], Awaitable[Any]]
 
-_STOP_S = 5.0
-"""A behaviour that swallows its cancellation is abandoned after this long."""
 _lane: ContextVar[str] = ContextVar("lane", default="")
-
-
-class Journal(Protocol):
-    """Where finished steps are written: the mailbox, fenced by the lease."""
-
-    async def record(
-        self, lease: Lease, name: str, value: Any, *, usage: Mapping[str, float] | None = None
-    ) -> None:
-        """Store a step's value and charge its usage to the root's budget."""
-        ...
-
-
-@dataclass(frozen=True)
-class Done:
-    """The behaviour returned; `output` is a JSON value."""
-
-    output: Any
-
-
-@dataclass(frozen=True)
-class Suspended:
-    """The behaviour can do nothing until `children` are finished, or the UNIX time `until`."""
-
-    children: tuple[Task, ...]
-    until: float | None
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The best of a closed set: its share of the probability, and every choice's logprob."""
-
-    answer: str
-    probability: float
-    logprobs: dict[str, float]
-    provenance: dict[str, Any] = field(default_factory=dict)
 
 
 class Context:
@@ -120,7 +90,7 @@ class Context:
         self._model = model
         self._tools = tools
         self._journal = dict(lease.journal)
-        self._places = {_place(key): key for key in self._journal}
+        self._places = {place_of(key): key for key in self._journal}
         self._calls: dict[str, int] = {}
         self._busy = 0
         self._children: dict[str, Task] = {}
@@ -195,7 +165,7 @@ class Context:
         key = self._next(f"ask {agent}")
         child = self.task.child(agent, input, key=key)
         if child.id in self._journal:
-            return _answer(agent, self._journal[child.id])
+            return answer_of(agent, self._journal[child.id])
         if agent not in self.specs:
             raise NotFound(f"agent {self.spec.name!r} asks {agent!r}, which is not there")
         if key not in self._journal:
@@ -408,52 +378,3 @@ class Context:
     def stopped(self) -> Suspended:
         """What is waited on."""
         return Suspended(tuple(self._children.values()), self._until)
-
-
-async def run(behaviour: Behaviour, ctx: Context) -> Done | Suspended:
-    """Run a behaviour until it returns or can only wait.
-
-    Raises:
-        Exception: whatever the behaviour raised.
-        InvalidRequest: its output is not JSON.
-    """
-
-    async def call() -> Any:
-        return await behaviour(ctx)
-
-    task = asyncio.create_task(call())
-    try:
-        await asyncio.wait({task, ctx.suspended}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return Done(to_json(task.result(), f"agent {ctx.spec.name!r}"))
-        return ctx.stopped()
-    finally:
-        if not task.done():
-            task.cancel()
-            _, left = await asyncio.wait({task}, timeout=_STOP_S)
-            if left:
-                log.error("agent %s does not end when cancelled; abandoned", ctx.spec.name)
-        if task.done() and not task.cancelled():
-            task.exception()  # looked at, so that asyncio does not report it as never retrieved
-
-
-def to_json(value: Any, what: str) -> Any:
-    """`value` as a replay would see it.
-
-    Raises:
-        InvalidRequest: it has no JSON form.
-    """
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as e:
-        raise InvalidRequest(f"{what} returned what cannot be stored as JSON: {e}") from None
-
-
-def _place(key: str) -> str:
-    return key.partition(":")[0]
-
-
-def _answer(agent: str, outcome: Mapping[str, Any]) -> Any:
-    if outcome["state"] != "done":
-        raise TaskFailed(f"agent {agent!r} {outcome['state']}: {outcome['error']}")
-    return outcome["result"]

@@ -16,14 +16,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from hybrid.agents import behaviour
 from hybrid.agents.aio import end
-from hybrid.agents.behaviour import Context, Done
+from hybrid.agents.behaviour import Context
 from hybrid.agents.board import Board
 from hybrid.agents.builtin import resolve_behaviour
 from hybrid.agents.clients import ModelClient
 from hybrid.agents.mailbox import Lease, Mailbox, Outcome
 from hybrid.agents.spec import AgentSpec, SpecStore
+from hybrid.agents.steps import Done, run
 from hybrid.agents.store import connect
 from hybrid.agents.tools import ToolRegistry
 from hybrid.config import ProjectConfig
@@ -194,7 +194,7 @@ class AgentHost:
             context = self._context(lease, spec)
             function = resolve_behaviour(spec.behaviour, f"agent {spec.name!r}")
             async with asyncio.timeout(context.remaining_s) as limit:
-                outcome = await behaviour.run(function, context)
+                outcome = await run(function, context)
         except (StaleLease, Cancelled):
             return "lost"
         except TimeoutError as e:

@@ -14,59 +14,41 @@ import json
 import random
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.resources import files
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from hybrid.agents.aio import end
-from hybrid.agents.board import BoardWrite
+from hybrid.agents.lease import (
+    PAYLOAD_LIMIT,
+    Lease,
+    Outcome,
+    envelope_text,
+    payload_text,
+    prefix,
+    read_view,
+)
+from hybrid.agents.listener import POLL_S, Listener
 from hybrid.agents.store import unavailable
-from hybrid.agents.task import Attempt, State, Task, TaskView
+from hybrid.agents.task import State, Task, TaskView
 from hybrid.config import StoreConfig
 from hybrid.errors import (
     BudgetExceeded,
     Cancelled,
     Conflict,
-    InvalidRequest,
     NotFound,
     RateLimited,
     StaleLease,
-    StoreUnavailable,
 )
 
+__all__ = ["PAYLOAD_LIMIT", "Lease", "Mailbox", "Outcome"]
+
 LIBRARY = "hybrid_mailbox_v1"
-PAYLOAD_LIMIT = 256 * 1024
-"""Bytes of an envelope or a result; larger things belong in a blob store, named by digest."""
 _BACKOFF_S = 0.25
 _BACKOFF_MAX_S = 30.0
-_POLL_S = 1.0
-"""A lost notification costs a waiter this long: pub/sub promises nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lease:
-    """A task in hand. `journal` holds earlier attempts' finished steps and children's outcomes."""
-
-    task: Task
-    owner: str
-    expires: float
-    journal: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a task ends. `failed` is an answer too: it is not tried again."""
-
-    state: Literal["done", "failed"]
-    result: Any = None
-    error: str | None = None
-    board: tuple[BoardWrite, ...] = ()
-    children: tuple[Task, ...] = ()
-    usage: Mapping[str, float] = field(default_factory=dict)
 
 
 class Mailbox:
@@ -83,9 +65,7 @@ class Mailbox:
         self._retain_ms = int(config.retain_s * 1000)
         self._prefixes = [prefix(i) for i in range(config.partitions)]
         self._turn = 0
-        self._waiters: dict[str, set[asyncio.Future[State]]] = {}
-        self._work = asyncio.Event()
-        self._listener: asyncio.Task[None] | None = None
+        self._listener = Listener(client, self._prefixes)
 
     async def install(self) -> None:
         """Load the function library, if the store has none or another edition of it.
@@ -103,8 +83,7 @@ class Mailbox:
 
     async def close(self) -> None:
         """Stop listening. The client stays the caller's."""
-        await end(self._listener)
-        self._listener = None
+        await self._listener.close()
 
     # --- senders ------------------------------------------------------------------------
 
@@ -118,7 +97,7 @@ class Mailbox:
         reply = await self._call(
             "submit",
             self._prefix(task.tenant),
-            _envelope(task),
+            envelope_text(task),
             self._config.max_attempts,
             self._config.max_depth,
             self._retain_ms,
@@ -144,7 +123,7 @@ class Mailbox:
                     history = await cast(
                         Awaitable[list[str]], self._client.lrange(f"{at}:h:{task_id}", 0, -1)
                     )
-                    return _view(fields, history)
+                    return read_view(fields, history)
             except (RedisError, OSError) as e:
                 raise unavailable(e) from e
         raise NotFound(f"no task {task_id!r}; finished ones are kept {self._config.retain_s:g} s")
@@ -158,22 +137,11 @@ class Mailbox:
                 left = deadline - time.monotonic()
                 if view.finished or left <= 0:
                     return view
-                await asyncio.wait({finished}, timeout=min(left, _POLL_S))
+                await asyncio.wait({finished}, timeout=min(left, POLL_S))
 
-    @contextlib.contextmanager
-    def watching(self, task_id: str) -> Iterator[asyncio.Future[State]]:
+    def watching(self, task_id: str) -> AbstractContextManager[asyncio.Future[State]]:
         """A future that resolves to the final state when the store announces it."""
-        self._listen()
-        future: asyncio.Future[State] = asyncio.get_running_loop().create_future()
-        waiting = self._waiters.setdefault(task_id, set())
-        waiting.add(future)
-        try:
-            yield future
-        finally:
-            waiting.discard(future)
-            if not waiting:
-                self._waiters.pop(task_id, None)
-            future.cancel()
+        return self._listener.watching(task_id)
 
     async def cancel(self, task_id: str, *, reason: str = "cancelled") -> TaskView:
         """Cancel a task and everything beneath it; hosts that hold some learn it at once.
@@ -197,10 +165,10 @@ class Mailbox:
         Args:
             wait_s: seconds to wait for one when there is none now.
         """
-        self._listen()
+        self._listener.start()
         deadline = time.monotonic() + wait_s
         while True:
-            self._work.clear()
+            self._listener.work.clear()
             found: list[Lease] = []
             due: list[float] = []
             for step in range(len(self._prefixes)):
@@ -211,11 +179,11 @@ class Mailbox:
             left = deadline - time.monotonic()
             if found or left <= 0:
                 return found
-            sleep = min(left, _POLL_S)
+            sleep = min(left, POLL_S)
             if due:
                 sleep = max(0.005, min(sleep, min(due) - time.time()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._work.wait(), sleep)
+                await asyncio.wait_for(self._listener.work.wait(), sleep)
 
     async def _lease(
         self,
@@ -269,7 +237,7 @@ class Mailbox:
             BudgetExceeded: the step is recorded, and the root's limit is passed.
             StaleLease, Cancelled, InvalidRequest (over 256 KiB).
         """
-        text = _payload(value, f"step {name!r}")
+        text = payload_text(value, f"step {name!r}")
         await self._held("record", lease, name, text, json.dumps(dict(usage)) if usage else "")
 
     async def wait_on(
@@ -287,7 +255,7 @@ class Mailbox:
             lease,
             "" if until is None else repr(until),
             self._config.max_attempts,
-            *map(_envelope, children),
+            *map(envelope_text, children),
         )
 
     async def complete(self, lease: Lease, outcome: Outcome) -> None:
@@ -302,14 +270,14 @@ class Mailbox:
             "complete",
             lease,
             outcome.state,
-            "" if outcome.result is None else _payload(outcome.result, "the result"),
+            "" if outcome.result is None else payload_text(outcome.result, "the result"),
             outcome.error or "",
             json.dumps(dict(outcome.usage)) if outcome.usage else "",
             self._retain_ms,
             self._config.max_attempts,
             len(outcome.board),
             *writes,
-            *map(_envelope, outcome.children),
+            *map(envelope_text, outcome.children),
         )
 
     async def retry(self, lease: Lease, error: str, *, delay_s: float | None = None) -> State:
@@ -403,84 +371,8 @@ class Mailbox:
             raise unavailable(e) from e
         return reply
 
-    def _listen(self) -> None:
-        if self._listener is None or self._listener.done():
-            self._listener = asyncio.create_task(self._hear(), name="mailbox-listener")
-
-    async def _hear(self) -> None:
-        """Resolve waiters and wake leasers; after a broken connection, listen again."""
-        while True:
-            with contextlib.suppress(RedisError, OSError):
-                async for channel, data in self._messages():
-                    if channel == "wake":
-                        self._work.set()
-                        continue
-                    task_id, _, state = data.partition(" ")
-                    for future in self._waiters.get(task_id, ()):
-                        if not future.done():
-                            future.set_result(cast(State, state))
-            self._work.set()
-            await asyncio.sleep(0.2)
-
-    async def _messages(self) -> AsyncIterator[tuple[str, str]]:
-        async with self._client.pubsub() as announcements:
-            await announcements.subscribe(
-                *(f"{at}:{name}" for at in self._prefixes for name in ("finished", "wake"))
-            )
-            while True:
-                message = await announcements.get_message(timeout=5.0)
-                if message is None:
-                    await announcements.ping()
-                elif message["type"] == "message":
-                    yield str(message["channel"]).rsplit(":", 1)[1], str(message["data"])
-
-
-def prefix(partition: int) -> str:
-    """What every key of a partition starts with; the braces are its hash tag."""
-    return f"hybrid:{{h{partition}}}"
-
-
-def _envelope(task: Task) -> str:
-    return _limited(task.to_json(), "the task")
-
-
-def _payload(value: Any, what: str) -> str:
-    try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as e:
-        raise InvalidRequest(f"{what} is not JSON: {e}") from None
-    return _limited(text, what)
-
-
-def _limited(text: str, what: str) -> str:
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as e:
-        raise InvalidRequest(f"{what} holds text that is no Unicode: {e.reason}") from None
-    if size > PAYLOAD_LIMIT:
-        raise InvalidRequest(
-            f"{what} has {size} bytes; at most {PAYLOAD_LIMIT}: store it and send where it is"
-        )
-    return text
-
-
-def _view(fields: Mapping[str, str], history: Sequence[str]) -> TaskView:
-    return TaskView(
-        task=Task.from_json(fields["envelope"]).with_attempt(int(fields["attempt"])),
-        state=cast(State, fields["state"]),
-        result=json.loads(fields["result"]) if fields["result"] else None,
-        error=fields["error"] or None,
-        attempts=int(fields["tries"]),
-        updated=int(fields["updated"]) / 1000,
-        history=tuple(Attempt(**json.loads(entry)) for entry in history),
-        usage={k[2:]: float(v) for k, v in fields.items() if k.startswith("u:")},
-    )
-
 
 def _flat(entry: Any) -> list[Any]:
     if isinstance(entry, Mapping):
         return [x for pair in entry.items() for x in pair]
     return list(entry)
-
-
-__all__ = ["Lease", "Mailbox", "Outcome", "PAYLOAD_LIMIT", "StoreUnavailable", "prefix"]

@@ -67,6 +67,8 @@ class Router:
         """
         if not self._examples:
             return Decision(None, 0.0, {}, "there are no agents to choose among")
+        if not re.search(r"\w", text):
+            return Decision(None, 0.0, {}, "the input has no words")
         similar = self._similarities(_weigh(_features(text), self._idf))
         scores = _softmax(similar, self._temperature)
         best = max(scores, key=lambda n: (scores[n], n))

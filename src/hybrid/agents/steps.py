@@ -1,0 +1,109 @@
+"""What a behaviour's steps are made of: the journal, how a behaviour ends, JSON values."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hybrid.errors import InvalidRequest, TaskFailed
+
+if TYPE_CHECKING:
+    from hybrid.agents.behaviour import Context
+    from hybrid.agents.lease import Lease
+    from hybrid.agents.task import Task
+
+
+log = logging.getLogger(__name__)
+
+_STOP_S = 5.0
+"""A behaviour that swallows its cancellation is abandoned after this long."""
+
+
+class Journal(Protocol):
+    """Where finished steps are written: the mailbox, fenced by the lease."""
+
+    async def record(
+        self, lease: Lease, name: str, value: Any, *, usage: Mapping[str, float] | None = None
+    ) -> None:
+        """Store a step's value and charge its usage to the root's budget."""
+        ...
+
+
+@dataclass(frozen=True)
+class Done:
+    """The behaviour returned; `output` is a JSON value."""
+
+    output: Any
+
+
+@dataclass(frozen=True)
+class Suspended:
+    """The behaviour can do nothing until `children` are finished, or the UNIX time `until`."""
+
+    children: tuple[Task, ...]
+    until: float | None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The best of a closed set: its share of the probability, and every choice's logprob."""
+
+    answer: str
+    probability: float
+    logprobs: dict[str, float]
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+
+async def run(behaviour: Callable[[Context], Awaitable[Any]], ctx: Context) -> Done | Suspended:
+    """Run a behaviour until it returns or can only wait.
+
+    Raises:
+        Exception: whatever the behaviour raised.
+        InvalidRequest: its output is not JSON.
+    """
+
+    async def call() -> Any:
+        return await behaviour(ctx)
+
+    task = asyncio.create_task(call())
+    try:
+        await asyncio.wait({task, ctx.suspended}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return Done(to_json(task.result(), f"agent {ctx.spec.name!r}"))
+        return ctx.stopped()
+    finally:
+        if not task.done():
+            task.cancel()
+            _, left = await asyncio.wait({task}, timeout=_STOP_S)
+            if left:
+                log.error("agent %s does not end when cancelled; abandoned", ctx.spec.name)
+        if task.done() and not task.cancelled():
+            task.exception()  # looked at, so that asyncio does not report it as never retrieved
+
+
+def to_json(value: Any, what: str) -> Any:
+    """`value` as a replay would see it.
+
+    Raises:
+        InvalidRequest: it has no JSON form.
+    """
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as e:
+        raise InvalidRequest(f"{what} returned what cannot be stored as JSON: {e}") from None
+
+
+def place_of(key: str) -> str:
+    """Where in the order of calls a journal key stands."""
+    return key.partition(":")[0]
+
+
+def answer_of(agent: str, outcome: Mapping[str, Any]) -> Any:
+    """A child's result. Raises TaskFailed when it is not done."""
+    if outcome["state"] != "done":
+        raise TaskFailed(f"agent {agent!r} {outcome['state']}: {outcome['error']}")
+    return outcome["result"]
