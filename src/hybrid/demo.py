@@ -173,7 +173,7 @@ class _Demo:
                 raise TaskFailed(f"{name}: {view['state']}: {view['error']}")
             ms = 1000 * (time.monotonic() - start)
             self.console.print(
-                f"  {escape(question)}\n    → [bold]{escape(str(view['result']))}[/]"
+                f"  {escape(question)}\n    → [bold]{escape(str(view['result']['answer']))}[/]"
                 f"  [dim]by {name}, {ms:.0f} ms[/]"
             )
 

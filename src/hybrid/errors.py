@@ -58,10 +58,10 @@ def from_envelope(
     Args:
         error: the body's `error` object, as `HybridError.envelope` makes it.
     """
-    kinds = _all_kinds(HybridError)
+    kinds: list[type[HybridError]] = [HybridError, *_all_kinds(HybridError)]
     code = error.get("code")
     kind = next((k for k in kinds if k.code == code), None)
-    kind = kind or next((k for k in kinds if k.status == status), HybridError)
+    kind = kind or next((k for k in kinds[1:] if k.status == status), HybridError)
     after = float(retry_after) if retry_after and retry_after.isdigit() else None
     message = str(error.get("message") or f"HTTP {status}")
     return kind(message, param=error.get("param"), retry_after=after)

@@ -135,14 +135,19 @@ def check_safetensors(path: Path) -> None:
     """
     size = path.stat().st_size
     with path.open("rb") as f:
-        start = f.read(8)
-        if len(start) < 8 or (length := struct.unpack("<Q", start)[0]) > size - 8:
+        first = f.read(8)
+        if len(first) < 8 or (length := struct.unpack("<Q", first)[0]) > size - 8:
             raise IntegrityError(f"{path}: truncated: {size} bytes do not hold the header")
         try:
             header = json.loads(f.read(length))
-            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            spans = sorted(v["data_offsets"] for k, v in header.items() if k != "__metadata__")
+            at = 0
+            for start, stop in spans:
+                if start != at or stop < start:
+                    raise ValueError("gaps or overlaps")
+                at = stop
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise IntegrityError(f"{path}: its header is no safetensors header") from None
-    expected = 8 + length + max(ends, default=0)
+    expected = 8 + length + at
     if expected != size:
         raise IntegrityError(f"{path}: truncated: {size} bytes, its header says {expected}")

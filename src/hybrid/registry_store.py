@@ -77,18 +77,32 @@ class BlobStore:
             else:
                 self.fs.pipe_file(self._at(path), data, mode="create")
 
-    def put_file(self, path: str, source: Path) -> None:
-        """Copy a file in unless one is there: names are digests, equal names are equal bytes."""
-        if self.exists(path):
-            return
+    def put_file(self, path: str, source: Path, sha256: str) -> bool:
+        """Copy a file in unless it is there, whole; True when damaged bytes were replaced.
+
+        Raises:
+            IntegrityError: the source is not (or no longer) what `sha256` says.
+            RegistryError: it cannot be written.
+        """
+        there = self.exists(path)
+        if there and self.digest(path) == sha256:
+            return False
+        changed = IntegrityError(f"{source} changed while it was published; publish it again")
         with _explained(f"{self.root}: {path}"):
-            if self.local is not None:
-                with self._temporary() as temp:
-                    shutil.copyfile(source, temp)
-                    with contextlib.suppress(FileExistsError):
-                        self._link(temp, self.local / path)
-            else:
+            if self.local is None:
                 self.fs.put_file(str(source), self._at(path))
+                if sha256_file(source) != sha256:
+                    raise changed
+                return there
+            with self._temporary() as temp:
+                shutil.copyfile(source, temp)
+                if sha256_file(temp) != sha256:
+                    raise changed
+                if there:
+                    (self.local / path).unlink()
+                with contextlib.suppress(FileExistsError):
+                    self._link(temp, self.local / path)
+        return there
 
     @contextlib.contextmanager
     def _temporary(self) -> Iterator[Path]:

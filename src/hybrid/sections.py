@@ -314,6 +314,7 @@ class ProjectConfig(_Section):
     data: DataConfig = DataConfig()
     training: TrainingConfig = TrainingConfig()
     adapters: dict[Name, AdapterConfig] = Field(default_factory=dict)
+    """Specialists by name."""
     serving: ServingConfig = ServingConfig()
     store: StoreConfig = StoreConfig()
     agents: AgentsConfig = AgentsConfig()

@@ -134,7 +134,10 @@ def test_a_new_adapter_is_served_and_nothing_else_changes(
                 return "base:a1" in [card.id for card in await server.models()]
 
             await until(there, "the new adapter is listed")
-            assert (await server.generate_full(request("base:a1"))).text != before.text
+            newest = await server.generate_full(request("base:a1"))
+            assert newest.text != before.text
+            assert newest.provenance
+            assert newest.provenance.release == "base@stable#2"
             after = await server.generate_full(request("base:a0", logprobs=True))
             assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
             assert (await server.info())["pid"] == info["pid"]

@@ -40,8 +40,11 @@ class Backend(Protocol):
     """One resident base and the adapters loaded beside it.
 
     `adapter` names a digest that `load` has been awaited for; None is the base itself. All
-    methods run on an event loop and never block it.
+    methods run on an event loop and never block it. `release` is what answers name as theirs; it
+    changes when the same base is served in another release.
     """
+
+    release: str
 
     def generate(
         self, request: GenerateRequest, adapter: AdapterRef | None

@@ -60,7 +60,7 @@ class EngineBackend:
 
     def __init__(self, engine: Engine, *, release: str) -> None:
         self._engine = engine
-        self._release = release
+        self.release = release
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Sequence] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
@@ -286,7 +286,7 @@ class EngineBackend:
 
     def _provenance(self, adapter: AdapterRef | None) -> Provenance:
         return Provenance(
-            release=self._release,
+            release=self.release,
             base_digest=self._engine.base_digest,
             adapter=adapter.name if adapter else None,
             adapter_digest=adapter.digest if adapter else None,

@@ -206,7 +206,7 @@ class ModelServer:
         catalog = await asyncio.to_thread(self._read)
         log.info("release %s: %d adapters", catalog.label, len(catalog.adapters))
         if catalog.base.digest == old.catalog.base.digest:
-            old.catalog = catalog
+            old.catalog, old.backend.release = catalog, catalog.label
             return
         self._current = await self._load(catalog)
         task = asyncio.create_task(_close_when_idle(old))

@@ -56,7 +56,7 @@ class VLLMBackend:
         )
         self._engine = AsyncLLMEngine.from_engine_args(arguments)
         self._base_digest = base_digest
-        self._release = release
+        self.release = release
         self._loaded: dict[str, Any] = {}
         self._loading = asyncio.Lock()
 
@@ -82,7 +82,7 @@ class VLLMBackend:
             else TokensPrompt(prompt_token_ids=list(request.prompt_ids or ()))
         )
         provenance = Provenance(
-            release=self._release,
+            release=self.release,
             base_digest=self._base_digest,
             adapter=adapter.name if adapter else None,
             adapter_digest=adapter.digest if adapter else None,

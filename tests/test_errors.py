@@ -1,0 +1,36 @@
+"""Each kind of error: one status, one exit code, and itself again on the other side of a wire."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from hybrid import errors
+from hybrid.errors import HybridError, from_envelope
+
+KINDS = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, HybridError)]
+
+
+def test_there_are_kinds_and_their_codes_are_their_own() -> None:
+    assert len(KINDS) > 20
+    assert len({k.code for k in KINDS}) == len(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
+def test_a_kind_survives_pickle_and_the_envelope(kind: type[HybridError]) -> None:
+    assert kind.__doc__
+    assert 400 <= kind.status < 600
+    assert 1 <= kind.exit_code < 128
+    error = kind("what went wrong", param="field", retry_after=2.0)
+    for back in (
+        pickle.loads(pickle.dumps(error)),
+        from_envelope(error.envelope()["error"], kind.status, "2"),
+    ):
+        assert type(back) is kind
+        assert (back.message, back.param, back.retry_after) == ("what went wrong", "field", 2.0)
+
+
+def test_a_strangers_envelope_becomes_an_error_of_its_status() -> None:
+    assert isinstance(from_envelope({"code": "unheard_of"}, 429), errors.RateLimited)
+    assert from_envelope({}, 418).message == "HTTP 418"
