@@ -40,10 +40,17 @@ def rows(rng: random.Random, count: int, task: str) -> list[dict[str, str]]:
 def prepare(out: Path) -> None:
     """Write train.txt and holdout.txt, one entry a line, and a folder a specialist."""
     rng = random.Random(7)
-    (out / "train.txt").write_text("\n".join(entry(rng) for _ in range(400)) + "\n")
-    (out / "holdout.txt").write_text("\n".join(entry(rng) for _ in range(40)) + "\n")
+    entries = [entry(rng) for _ in range(440)]
+    tasks = []
     for task in ("cargo", "port"):
         for split, count in (("train", 300), ("holdout", 60)):
             path = out / task / f"{split}.jsonl"
             path.parent.mkdir(exist_ok=True)
-            path.write_text("".join(json.dumps(r) + "\n" for r in rows(rng, count, task)))
+            made = rows(rng, count, task)
+            path.write_text("".join(json.dumps(r) + "\n" for r in made))
+            if split == "train":  # the base sees the format, so that a specialist is quick
+                tasks += [f"{r['input']} | {task}:{r['output']}" for r in made]
+    train = entries[:400] + tasks
+    rng.shuffle(train)
+    (out / "train.txt").write_text("\n".join(train) + "\n")
+    (out / "holdout.txt").write_text("\n".join(entries[400:]) + "\n")

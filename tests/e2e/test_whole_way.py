@@ -70,7 +70,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         yield made
     finally:
         made.run("down")
-        assert not Path(f"/proc/{pid}").exists(), "the supervisor is still there"
+        entry = Path(f"/proc/{pid}/cmdline")  # empty for one that ended and is not reaped yet
+        assert not (entry.exists() and entry.read_bytes()), "the supervisor is still there"
 
 
 def test_training_is_a_ray_job(story: Story) -> None:
@@ -105,7 +106,7 @@ def test_up_serves_models_in_openai_schemas(story: Story) -> None:
         names = [m.id for m in client.models.list()]
         assert names == ["debug-base", "debug-base:cargo", "agent/cargo", "agent/clerk"]
         text = client.completions.create(
-            model="debug-base:cargo", prompt="the Corvina, 50 tons\ncargo\n", temperature=0
+            model="debug-base:cargo", prompt="the Corvina, 50 tons | cargo:", temperature=0
         )
         assert text.choices[0].finish_reason in ("stop", "length")
         stream = client.completions.create(model="debug-base", prompt="The", stream=True)
@@ -140,7 +141,7 @@ def _pids(story: Story) -> dict[str, int]:
 def test_adding_a_specialist_restarts_and_changes_nothing(story: Story) -> None:
     request = {
         "model": "debug-base:cargo",
-        "prompt": "the Egret, 99 tons\ncargo\n",
+        "prompt": "the Egret, 99 tons | cargo:",
         "choices": ["barley", "wool", "salt"],
     }
 
@@ -160,7 +161,7 @@ def test_adding_a_specialist_restarts_and_changes_nothing(story: Story) -> None:
     while "debug-base:port" not in digests():
         assert time.monotonic() < deadline, "the new adapter is not served"
         time.sleep(0.05)
-    spec = {"adapter": "port", "template": "{input}\nport\n", "max_tokens": 8}
+    spec = {"adapter": "port", "template": "{input} | port:", "max_tokens": 8}
     added = httpx.put(f"{story.url}/v1/agents/port", json=spec)
     assert added.status_code == 200, added.text
     task = {"input": "the Alcyone, 70 tons", "wait_s": 20}

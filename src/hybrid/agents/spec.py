@@ -134,9 +134,9 @@ class SpecStore:
         return _read(raw)
 
     async def list(self) -> dict[str, AgentSpec]:
-        """All agents by name."""
+        """All agents, sorted by name."""
         raw = await self._client.hgetall(_SPECS)
-        return {spec.name: spec for spec in map(_read, raw.values())}
+        return {name: _read(raw[name]) for name in sorted(raw)}
 
     async def apply_file(self, configs: Mapping[str, AgentConfig]) -> dict[str, AgentSpec]:
         """Make the agents of hybrid.yaml the ones of owner `file`; those of the API stay.
