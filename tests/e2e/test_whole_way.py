@@ -135,7 +135,8 @@ def test_a_question_is_routed_answered_and_verified(story: Story) -> None:
 
 def _pids(story: Story) -> dict[str, int]:
     hosts = {h["name"]: h["pid"] for h in story.run("status")["swarm"]["hosts"]}
-    return {"gateway": httpx.get(f"{story.url}/healthz").json()["pid"], **hosts}
+    model = httpx.get(f"{story.url}/v1/status").json()["model"]["pid"]
+    return {"gateway": httpx.get(f"{story.url}/healthz").json()["pid"], "model": model, **hosts}
 
 
 def test_adding_a_specialist_restarts_and_changes_nothing(story: Story) -> None:

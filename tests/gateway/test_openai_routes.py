@@ -86,6 +86,9 @@ class EchoModels:
         vectors = tuple((0.6, 0.8) for _ in request.inputs)
         return EmbedResult(vectors=vectors, prompt_tokens=2, provenance=PROVENANCE)
 
+    async def info(self) -> dict[str, Any]:
+        return {"pid": 1}
+
     async def models(self) -> list[ModelCard]:
         return [
             ModelCard(
@@ -160,6 +163,10 @@ def test_models(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as e:
         client.models.retrieve("nobody")
     assert e.value.code == "model_not_found"
+
+
+def test_status(server: Server) -> None:
+    assert httpx.get(f"{server.url}/v1/status").json() == {"model": {"pid": 1}}
 
 
 def test_completion_counts_tokens_and_says_which_weights(client: openai.OpenAI) -> None:

@@ -136,7 +136,8 @@ class SpecStore:
     async def list(self) -> dict[str, AgentSpec]:
         """All agents, sorted by name."""
         raw = await self._client.hgetall(_SPECS)
-        return {name: _read(raw[name]) for name in sorted(raw)}
+        specs = sorted(map(_read, raw.values()), key=lambda spec: spec.name)
+        return {spec.name: spec for spec in specs}
 
     async def apply_file(self, configs: Mapping[str, AgentConfig]) -> dict[str, AgentSpec]:
         """Make the agents of hybrid.yaml the ones of owner `file`; those of the API stay.

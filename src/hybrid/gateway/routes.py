@@ -32,6 +32,12 @@ async def list_models(svc: Svc, who: Tenant) -> dict[str, Any]:
     return {"object": "list", "data": entries + await agent_models(svc)}
 
 
+@router.get("/status")
+async def status(svc: Svc, who: Tenant) -> dict[str, Any]:
+    """What a model replica is and does: process, release, digests, counters."""
+    return {"model": await svc.models.info()}
+
+
 @router.get("/models/{model_id:path}")
 async def get_model(model_id: str, svc: Svc, who: Tenant) -> dict[str, Any]:
     """One model by its id."""

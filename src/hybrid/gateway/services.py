@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastapi import Request
 
@@ -41,6 +41,10 @@ class Models(Protocol):
 
     async def models(self) -> list[ModelCard]:
         """The base and the adapters of the served release."""
+        ...
+
+    async def info(self) -> dict[str, Any]:
+        """Process, release, digests, counters."""
         ...
 
 
