@@ -53,7 +53,7 @@ def test_mistakes_are_named(tmp_path: Path, change: dict[str, Any], says: str) -
     ("content", "says"),
     [
         (b"", "expected a mapping"),
-        (b"- a", "expected a mapping of sections, found list"),
+        (b"- a", "expected a mapping, found list"),
         (b"a: [", "hybrid.yaml"),
         (b"run: {name: \xff}", "not UTF-8 at byte 12"),
         (b"{}", "run: missing"),

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hybrid import __version__, project
+from hybrid.config import read_mapping
 from hybrid.errors import ConfigError, HybridError
 from hybrid.show import Bars, age, percent, short
 
@@ -204,7 +205,7 @@ def agents_add(
     as_json: AsJson = False,
 ) -> None:
     """Add an agent, or replace its spec, while everything runs."""
-    data = _open(config).add_agent(name, read_agent(file))
+    data = _open(config).add_agent(name, read_mapping(file))
     _print(data, as_json, f"added [bold]{data['name']}[/] version {data['version']}")
 
 
@@ -291,21 +292,6 @@ def doctor(config: Config = DEFAULT, as_json: AsJson = False) -> None:
 def version() -> None:
     """Print the version."""
     out.print(__version__)
-
-
-def read_agent(file: Path) -> dict[str, Any]:
-    """An agent's spec from a YAML file.
-
-    Raises:
-        ConfigError: the file is missing or no mapping.
-    """
-    try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{file}: {e}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file}: expected a mapping, found {type(data).__name__}")
-    return data
 
 
 def _kind(value: str) -> Any:

@@ -41,6 +41,7 @@ __all__ = [
     "explain",
     "load",
     "parse",
+    "read_mapping",
     "RunConfig",
     "RegistryConfig",
     "ModelConfig",
@@ -70,19 +71,31 @@ def load(path: str | Path, overrides: dict[str, Any] | None = None) -> ProjectCo
         ConfigError: the file is missing, not YAML, or a key is unknown or out of range.
     """
     path = Path(path)
+    if not path.exists():
+        raise ConfigError(f"{path}: no such file; pass -c FILE or run in its folder")
+    raw = read_mapping(path)
+    for dotted, value in (overrides or {}).items():
+        _set(raw, dotted, value, path)
+    return _resolve_paths(parse(raw, where=str(path)), path.resolve().parent)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping.
+
+    Raises:
+        ConfigError: it is missing, not UTF-8, not YAML, or something else than a mapping.
+    """
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; pass -c FILE or run in its folder") from None
+        raise ConfigError(f"{path}: no such file") from None
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path}: not UTF-8 at byte {e.start}") from None
     except (yaml.YAMLError, OSError) as e:
         raise ConfigError(f"{path}: {e}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected a mapping of sections, found {type(raw).__name__}")
-    for dotted, value in (overrides or {}).items():
-        _set(raw, dotted, value, path)
-    return _resolve_paths(parse(raw, where=str(path)), path.resolve().parent)
+        raise ConfigError(f"{path}: expected a mapping, found {type(raw).__name__}")
+    return raw
 
 
 def parse(raw: dict[str, Any], where: str = "hybrid.yaml") -> ProjectConfig:

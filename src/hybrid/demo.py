@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hybrid.client import request
+from hybrid.config import read_mapping
 from hybrid.errors import Conflict, TaskFailed
 from hybrid.project import Project
 from hybrid.show import Bars, percent, short
@@ -157,13 +158,11 @@ class _Demo:
 
     def add_specialist(self) -> None:
         """One more adapter and agent while everything serves; nothing else is touched."""
-        from hybrid.cli import read_agent
-
         for name, path in self.later.items():
             self._part(f"adding {name} while serving")
             with Bars(self.console) as bars:
                 self.project.specialise([name], on_progress=bars.specialising)
-            spec = read_agent(path)
+            spec = read_mapping(path)
             self.project.add_agent(name, spec)
             self._wait_for_model(f"{self.project.config.model.name}:{name}")
             start = time.monotonic()

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from hybrid import _ray_compat
-from hybrid.errors import ConfigError
+from hybrid.config import read_mapping
 from hybrid.pools import LABEL, POOLS
 
 # Kubernetes' syntax of label keys and values, which Ray follows.
@@ -38,12 +36,7 @@ def check(path: Path) -> list[Problem]:
     Raises:
         ConfigError: it cannot be read, or is no YAML mapping.
     """
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise ConfigError(f"{path}: {e}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected a mapping, found {type(raw).__name__}")
+    raw = read_mapping(path)
     refused = _ray_compat.validate_cluster(raw)
     problems = [Problem("(file)", "error", f"Ray refuses it: {refused}")] if refused else []
     types = raw.get("available_node_types")
