@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -22,3 +23,10 @@ def store_url(store_server: str) -> str:
         client.flushall()
         client.function_flush()
     return store_server
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    """What a test leaves open is its own failure, not a later one's."""
+    yield
+    gc.collect()

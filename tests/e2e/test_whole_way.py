@@ -79,9 +79,20 @@ def test_training_is_a_ray_job(story: Story) -> None:
     ray = str(Path(sys.executable).with_name("ray"))
     command = [ray, "job", "submit", "--address", story.state["dashboard"]]
     job = [sys.executable, str(ROOT / "jobs/train.py"), "-c", str(story.file)]
-    done = subprocess.run(
-        [*command, "--", *job], env=env, capture_output=True, text=True, timeout=220, check=False
-    )
+    deadline = time.monotonic() + 60
+    while True:
+        done = subprocess.run(
+            [*command, "--", *job],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=220,
+            check=False,
+        )
+        # The nodes are up before the agent that takes jobs is.
+        if "No available agent" not in done.stderr or time.monotonic() > deadline:
+            break
+        time.sleep(0.5)
     assert done.returncode == 0, done.stdout + done.stderr
     [base] = story.run("models", "list")
     assert base["name"] == "debug-base"
