@@ -280,6 +280,8 @@ def _start_nodes(spec: dict[str, Any]) -> tuple[str, str]:
         include_dashboard=True,
         dashboard_host="127.0.0.1",
         dashboard_port=port,
+        # The default port is another cluster's, if one runs here; without it no job is taken.
+        dashboard_agent_listen_port=free_port(),
         labels=HEAD.labels(),
         resources=HEAD.resources(1),
     )
