@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from hybrid.agents.aio import end
+from hybrid.agents.aio import end, whole
 from hybrid.agents.behaviour import Context
 from hybrid.agents.board import Board
 from hybrid.agents.builtin import resolve_behaviour
@@ -109,9 +109,12 @@ class AgentHost:
             while self._running:
                 await asyncio.wait(list(self._running))
         finally:
-            await end(watcher, *self._running)
-            await self._mailbox.close()
-            await self._redis.aclose()
+            await whole(self._close(watcher))
+
+    async def _close(self, watcher: asyncio.Task[None]) -> None:
+        await end(watcher, *self._running)
+        await self._mailbox.close()
+        await self._redis.aclose()
 
     def _room(self) -> tuple[list[str], int]:
         """The agents that may get another task here, and how many may be leased at once.
@@ -171,19 +174,22 @@ class AgentHost:
                         await asyncio.wait({work}, timeout=_LEASE_WAIT_S)  # it ended it itself
                 finally:
                     if not work.done():
-                        await end(work)
+                        await whole(end(work))
                 if work.cancelled():
                     self.finished["lost"] += 1  # cancelled by its owner, or another's by now
                 else:
                     self.finished[work.result()] += 1
         except asyncio.CancelledError:
             # Drained: cancelled here, not in the store.
-            with contextlib.suppress(StaleLease, Cancelled, StoreUnavailable):
-                await asyncio.shield(self._mailbox.release(lease))
-                self.finished["given back"] += 1
+            await whole(self._give_back(lease))
             raise
         finally:
-            await end(keeper)
+            await whole(end(keeper))
+
+    async def _give_back(self, lease: Lease) -> None:
+        with contextlib.suppress(StaleLease, Cancelled, StoreUnavailable):
+            await self._mailbox.release(lease)
+            self.finished["given back"] += 1
 
     async def _work(self, lease: Lease) -> str:
         spec = self._specs.get(lease.task.agent)
