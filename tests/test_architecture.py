@@ -41,7 +41,9 @@ NO_RAY = [
     SRC / "training/step.py",
     SRC / "training/data.py",
     SRC / "agents/behaviour.py",
+    SRC / "agents/durable.py",
     SRC / "agents/mailbox.py",
+    SRC / "agents/senders.py",
 ]
 
 

@@ -242,7 +242,13 @@ class StoreConfig(_Section):
     partitions: int = Field(1, ge=1)
     """Hash-tagged partitions of the mailbox ({h0}, {h1}, …)."""
     max_depth: int = Field(10000, ge=1)
-    """Tasks an agent's mailbox holds before submits are answered with 429."""
+    """Unfinished tasks of an agent before submits are answered with 429."""
+    max_tenant_depth: int = Field(50000, ge=1)
+    """Unfinished tasks of a tenant before its submits are answered with 429."""
+    max_events: int = Field(1000, ge=0)
+    """Events kept of a root task and all beneath it, for those who listen; 0 keeps none."""
+    max_steps: int = Field(10000, ge=1)
+    """Journal entries of one task."""
     lease_s: float = Field(15, gt=0)
     """Seconds a lease lasts without renewal."""
     max_attempts: int = Field(4, ge=1)

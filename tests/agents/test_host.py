@@ -23,6 +23,7 @@ from hybrid.agents.aio import end
 from hybrid.agents.host import AgentHost
 from hybrid.agents.store import EmbeddedStore
 from hybrid.agents.task import Budget
+from hybrid.agents.upkeep import Upkeep
 from hybrid.config import AgentConfig
 from hybrid.errors import TaskFailed, Unavailable
 from hybrid.testing import Agents, ScriptedModelClient, run_agents
@@ -133,7 +134,7 @@ def test_a_bug_is_tried_again_and_then_dead_with_its_history(store_url: str) -> 
         assert view.state == "dead"
         assert view.error == "ZeroDivisionError: a bug"
         assert len(view.history) == 3
-        assert [v.task.id for v in await agents.mailbox.dead("a")] == [view.task.id]
+        assert [v.task.id for v in await Upkeep(agents.mailbox).dead("a")] == [view.task.id]
 
     play(store_url, {"a": spec(behaviours.crash)}, scene)
 

@@ -15,6 +15,7 @@ from hybrid.agents.board import Board, BoardWrite
 from hybrid.agents.mailbox import PAYLOAD_LIMIT, Lease, Mailbox, Outcome
 from hybrid.agents.store import EmbeddedStore, connect
 from hybrid.agents.task import Budget, Task
+from hybrid.agents.upkeep import Upkeep
 from hybrid.config import StoreConfig
 from hybrid.errors import (
     BudgetExceeded,
@@ -88,7 +89,6 @@ def test_an_expired_lease_is_anothers_and_the_old_holder_is_refused(store_url: s
         assert new.journal == {"1:step": {"kept": True}}
         for late in (
             m.complete(old, DONE),
-            m.renew(old),
             m.record(old, "2:x", 1),
             m.retry(old, "late"),
             m.release(old),
@@ -114,7 +114,7 @@ def test_renewing_keeps_a_lease(store_url: str) -> None:
         lease = await one(m)
         for _ in range(6):
             await asyncio.sleep(0.1)
-            assert await m.renew(lease) > time.time()
+            assert await m.renew([lease]) == {lease.task.id: "ok"}
             assert await m.lease(None, "thief", 1) == []
         await m.complete(lease, DONE)
 
@@ -128,15 +128,15 @@ def test_retries_back_off_and_end_in_the_dead_letter(store_url: str) -> None:
             assert await m.retry(await one(m), f"error {attempt}") == "scheduled"
             assert await m.lease(None, "h", 1) == [], "it is backing off"
         assert await m.retry(await one(m), "error 3") == "dead"
-        [dead] = await m.dead("a")
+        [dead] = await Upkeep(m).dead("a")
         assert dead.error == "error 3"
         assert [h.error for h in dead.history] == ["error 1", "error 2", "error 3"]
-        await m.requeue_dead(task)
-        assert await m.dead("a") == []
+        await Upkeep(m).requeue(task)
+        assert await Upkeep(m).dead("a") == []
         await m.complete(await one(m), DONE)
         with pytest.raises(Conflict):
-            await m.requeue_dead(task)
-        assert await m.depth("a") == {"open": 0, "ready": 0, "dead": 0}
+            await Upkeep(m).requeue(task)
+        assert await Upkeep(m).depth("a") == {"open": 0, "ready": 0, "dead": 0}
 
     play(store_url, scene)
 
@@ -195,7 +195,8 @@ def test_cancelling_reaches_everything_beneath(store_url: str) -> None:
         await asyncio.sleep(0)
         assert (await m.cancel(root, reason="enough")).state == "cancelled"
         assert (await waiting).state == "cancelled"
-        for call in (m.renew(held), m.complete(held, DONE), m.record(held, "1:x", 1)):
+        assert await m.renew([held]) == {held.task.id: "cancelled"}
+        for call in (m.complete(held, DONE), m.record(held, "1:x", 1)):
             with pytest.raises(Cancelled):
                 await call
         assert (await m.view(child.id)).error == "enough"
@@ -212,7 +213,7 @@ def test_a_submit_with_a_key_is_answered_once(store_url: str) -> None:
         assert len(set(ids)) == 1
         other = Task(agent="a", input="x", idempotency_key="k", tenant="other")
         assert await m.submit(other) == other.id
-        assert (await m.depth("a"))["open"] == 2
+        assert (await Upkeep(m).depth("a"))["open"] == 2
 
     play(store_url, scene)
 
@@ -274,7 +275,7 @@ def test_what_cannot_be_stored_is_refused_by_name(store_url: str) -> None:
 
 def test_board_writes_happen_with_the_completion_or_not_at_all(store_url: str) -> None:
     async def scene(m: Mailbox) -> None:
-        board = Board(m._client)
+        board = Board(m.client)
         await m.submit(Task(agent="a", input="x"))
         lease = await one(m)
         write = BoardWrite(scope="s", key="k", value={"n": 1}, expect=0)
@@ -314,7 +315,7 @@ def test_concurrent_hosts_never_share_a_task(store_url: str) -> None:
 def test_partitions_keep_tenants_apart_and_find_every_task(store_url: str) -> None:
     async def scene(m: Mailbox) -> None:
         ids = [await m.submit(Task(agent="a", input=t, tenant=f"t{t}")) for t in range(12)]
-        keys = await m._client.keys("hybrid:*:t:*")
+        keys = await m.client.keys("hybrid:*:t:*")
         assert len({k.split(":")[1] for k in keys}) == 3
         leases = await m.lease(["a"], "h", 12)
         assert {lease.task.id for lease in leases} == set(ids)

@@ -15,29 +15,18 @@ under a bare `asyncio.gather` the order of calls would be a matter of luck.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-import logging
 import math
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from hybrid.agents.steps import (
-    Journal,
-    Scored,
-    Suspended,
-    answer_of,
-    place_of,
-    to_json,
-)
+from hybrid.agents.durable import Durable
+from hybrid.agents.steps import Journal, Scored
 from hybrid.agents.tools import ToolCall, ToolRegistry
-from hybrid.errors import Conflict, DeadlineExceeded, InvalidRequest, NotFound
+from hybrid.errors import DeadlineExceeded, InvalidRequest
 from hybrid.wire import Chunk, GenerateRequest, Provenance, Sampling, ScoreRequest
 
 if TYPE_CHECKING:
@@ -45,22 +34,14 @@ if TYPE_CHECKING:
     from hybrid.agents.clients import ModelClient
     from hybrid.agents.lease import Lease
     from hybrid.agents.spec import AgentSpec
-    from hybrid.agents.task import Task
-
-log = logging.getLogger(__name__)
 
 Behaviour = Callable[["Context"], Awaitable[Any]]
 
-_lane: ContextVar[str] = ContextVar("lane", default="")
 
-
-class Context:
+class Context(Durable):
     """One attempt at one task.
 
     Attributes:
-        task: the envelope, with its effective deadline.
-        spec: the agent whose behaviour this is.
-        specs: all agents, as this host sees them.
         board: the tenant's blackboard.
     """
 
@@ -78,24 +59,15 @@ class Context:
     ) -> None:
         task = lease.task
         if task.deadline is None:
-            start = max(task.created, task.not_before or 0.0)
-            task = replace(task, deadline=start + spec.timeout_s)
-        self.task = task
-        self.spec = spec
-        self.specs = specs
+            task = replace(task, deadline=lease.begun + spec.timeout_s)
+        assert task.deadline is not None
+        # A wall clock that jumps meanwhile changes nothing.
+        self._ends = time.monotonic() + task.deadline - time.time()
+        super().__init__(lease, task, spec, specs, journal)
         self.board = board
-        self._lease = lease
-        self._store = journal
         self._client = client
         self._model = model
         self._tools = tools
-        self._journal = dict(lease.journal)
-        self._places = {place_of(key): key for key in self._journal}
-        self._calls: dict[str, int] = {}
-        self._busy = 0
-        self._children: dict[str, Task] = {}
-        self._until: float | None = None
-        self.suspended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def text(self) -> str:
@@ -134,57 +106,10 @@ class Context:
         Raises:
             DeadlineExceeded: it has passed.
         """
-        assert self.task.deadline is not None
-        left = self.task.deadline - time.time()
+        left = self._ends - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(f"task {self.task.id}: its deadline passed {-left:.1f} s ago")
         return left
-
-    async def step(self, name: str, fn: Callable[[], Any]) -> Any:
-        """Run `fn` once and for all; its JSON value is what every later attempt gets.
-
-        `fn` is called in a thread unless it is a coroutine function. It runs again only when the
-        host died after it began and before its value was stored.
-        """
-
-        async def run(key: str) -> tuple[Any, None]:
-            if inspect.iscoroutinefunction(fn):
-                return await fn(), None
-            value = await asyncio.to_thread(fn)
-            return (await value if inspect.isawaitable(value) else value), None
-
-        return await self._once(name, run)
-
-    async def ask(self, agent: str, input: Any) -> Any:
-        """Another agent's output. While it works this task waits, without lease or slot.
-
-        Raises:
-            NotFound: no such agent.
-            TaskFailed: it failed, died or was cancelled; the message carries its error.
-        """
-        key = self._next(f"ask {agent}")
-        child = self.task.child(agent, input, key=key)
-        if child.id in self._journal:
-            return answer_of(agent, self._journal[child.id])
-        if agent not in self.specs:
-            raise NotFound(f"agent {self.spec.name!r} asks {agent!r}, which is not there")
-        if key not in self._journal:
-            # The place is remembered with the step, so that a changed order is noticed.
-            await self._store.record(self._lease, key, child.id)
-            self._journal[key] = child.id
-        self._children[child.id] = child
-        return await self._wait()
-
-    async def sleep(self, seconds: float) -> None:
-        """Wait without lease or slot; counted from the first attempt that came here."""
-
-        async def wake_at(key: str) -> tuple[float, None]:
-            return time.time() + seconds, None
-
-        wake = await self._once("sleep", wake_at)
-        if time.time() < wake:
-            self._until = wake if self._until is None else min(wake, self._until)
-            await self._wait()
 
     async def generate(
         self,
@@ -285,27 +210,7 @@ class Context:
             )
             return await tool(call), {"tool_calls": 1}
 
-        return await self._once(f"tool {name}", run)
-
-    async def gather(self, *branches: Coroutine[Any, Any, Any]) -> list[Any]:
-        """Run branches side by side; each numbers its own steps. Waits for all of them.
-
-        Raises:
-            Exception: the first failing branch's (by position), once all have ended.
-        """
-        place = self._count()
-
-        async def run(index: int, branch: Coroutine[Any, Any, Any]) -> Any:
-            _lane.set(f"{place}.{index}/")
-            return await branch
-
-        results = await asyncio.gather(
-            *(run(i, branch) for i, branch in enumerate(branches)), return_exceptions=True
-        )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
+        return await self._once(f"tool {name}", run, pure=False)
 
     def _prompt(self, input: str | None, prompt: str | None) -> str:
         if prompt is not None:
@@ -315,66 +220,3 @@ class Context:
     def _request_id(self, key: str) -> str:
         step = uuid.uuid5(uuid.NAMESPACE_OID, key).hex[:8]
         return f"{self.task.id}-{self._lease.task.attempt}-{step}"
-
-    def _count(self) -> str:
-        lane = _lane.get()
-        self._calls[lane] = self._calls.get(lane, 0) + 1
-        return f"{lane}{self._calls[lane]}"
-
-    def _next(self, name: str) -> str:
-        """The journal key of the next call in this branch.
-
-        Raises:
-            Conflict: an earlier attempt did something else at this place.
-        """
-        place = self._count()
-        key = f"{place}:{name}"
-        before = self._places.get(place, key)
-        if before != key:
-            raise Conflict(
-                f"step {place} of agent {self.spec.name!r} was {before.partition(':')[2]!r} when"
-                f" task {self.task.id} first ran and is {name!r} now: its behaviour changed or"
-                " depends on something outside its steps; submit the task anew"
-            )
-        return key
-
-    async def _once(
-        self, name: str, run: Callable[[str], Awaitable[tuple[Any, Mapping[str, float] | None]]]
-    ) -> Any:
-        key = self._next(name)
-        if key not in self._journal:
-            with self._working():
-                value, usage = await run(key)
-                value = to_json(value, f"step {name!r} of agent {self.spec.name!r}")
-                await self._store.record(self._lease, key, value, usage=usage)
-                self._journal[key] = value
-        return self._journal[key]
-
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        self._busy += 1
-        try:
-            yield
-        finally:
-            self._busy -= 1
-            self._suspend_when_idle()
-
-    async def _wait(self) -> Any:
-        """Never returns in this attempt: `run` cancels the behaviour once nothing else runs."""
-        self._suspend_when_idle()
-        return await asyncio.get_running_loop().create_future()
-
-    def _suspend_when_idle(self) -> None:
-        # Later, so that branches that are about to call something get to do so. Suspending
-        # early would be only slower: the next attempt goes on from the same journal.
-        loop = asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, self._suspend)
-
-    def _suspend(self) -> None:
-        waiting = self._children or self._until is not None
-        if waiting and not self._busy and not self.suspended.done():
-            self.suspended.set_result(None)
-
-    def stopped(self) -> Suspended:
-        """What is waited on."""
-        return Suspended(tuple(self._children.values()), self._until)

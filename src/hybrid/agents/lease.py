@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from hybrid.agents.board import BoardWrite
 from hybrid.agents.task import Attempt, State, Task, TaskView
-from hybrid.errors import InvalidRequest
+from hybrid.errors import (
+    BudgetExceeded,
+    Cancelled,
+    Conflict,
+    InvalidRequest,
+    StaleLease,
+    Unavailable,
+)
 
 PAYLOAD_LIMIT = 256 * 1024
 """Bytes of an envelope or a result; larger things belong in a blob store, named by digest."""
@@ -17,11 +26,21 @@ PAYLOAD_LIMIT = 256 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """A task in hand. `journal` holds earlier attempts' finished steps and children's outcomes."""
+    """A task in hand.
+
+    Times are UNIX seconds of this machine's clock, whatever the sender's and the server's say.
+
+    Attributes:
+        task: the envelope, with the attempt that this lease is.
+        expires: when another may take it, unless it is renewed.
+        begun: when the task was first leased.
+        journal: earlier attempts' finished steps, children's outcomes and signals.
+    """
 
     task: Task
     owner: str
     expires: float
+    begun: float = 0.0
     journal: dict[str, Any] = field(default_factory=dict)
 
 
@@ -66,6 +85,74 @@ def _limited(text: str, what: str) -> str:
             f"{what} has {size} bytes; at most {PAYLOAD_LIMIT}: store it and send where it is"
         )
     return text
+
+
+def fingerprint(task: Task) -> str:
+    """What two submits with one idempotency key must share; empty without a key."""
+    if task.idempotency_key is None:
+        return ""
+    what = json.dumps([task.agent, task.input, task.conversation], sort_keys=True)
+    return hashlib.sha256(what.encode()).hexdigest()[:32]
+
+
+def pieces(flat: Sequence[str]) -> dict[str, str]:
+    """A hash as the store lists it: name, value, name, …"""
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def read_lease(item: Sequence[Any], owner: str, now: int, expires: int) -> Lease:
+    """A lease from what the library handed out.
+
+    Args:
+        item: id, envelope, attempt, deadline, begin and journal.
+        now, expires: milliseconds of the server's clock.
+
+    Raises:
+        InvalidRequest: an envelope of a version this code does not know.
+    """
+    _, envelope, attempt, deadline, begun, journal = item
+    ours = time.time() - now / 1000
+    task = Task.from_json(envelope)
+    task = replace(
+        task,
+        attempt=int(attempt),
+        deadline=float(deadline) / 1000 + ours if float(deadline) else None,
+    )
+    return Lease(
+        task=task,
+        owner=owner,
+        expires=expires / 1000 + ours,
+        begun=float(begun) / 1000 + ours,
+        journal={k: json.loads(v) for k, v in pieces(journal).items()},
+    )
+
+
+def refused(lease: Lease, reply: list[Any]) -> list[Any]:
+    """An operation's reply, if it was carried out.
+
+    Raises:
+        StaleLease, Cancelled, BudgetExceeded, Conflict, InvalidRequest: by what it says.
+    """
+    task = lease.task
+    match reply[0]:
+        case "ok":
+            return reply
+        case "cancelled":
+            raise Cancelled(f"task {task.id} was cancelled")
+        case "budget":
+            raise BudgetExceeded(f"root task {task.root} has no {reply[1]} left")
+        case "conflict":
+            raise Conflict(f"board key {reply[1]} is at version {reply[2]}; read it again")
+        case "steps":
+            raise InvalidRequest(f"task {task.id} has store.max_steps journal entries already")
+        case "unknown":
+            raise Unavailable(
+                f"the store's function library has no {reply[1]!r}; restart a host of this version"
+            )
+        case _:
+            raise StaleLease(
+                f"task {task.id}: attempt {task.attempt} of {lease.owner} no longer holds it"
+            )
 
 
 def read_view(fields: Mapping[str, str], history: Sequence[str]) -> TaskView:

@@ -1,41 +1,58 @@
-"""Hearing what the store announces: tasks that ended, mailboxes that have work."""
+"""Hearing what the store announces: tasks that ended, work for this host, cancellations."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
 from hybrid.agents.aio import end
 from hybrid.agents.task import State
 
 POLL_S = 1.0
-"""A lost notification costs whoever waits for it this long: pub/sub promises nothing."""
+"""A lost announcement costs whoever waits for it this long: pub/sub promises nothing."""
 _AGAIN_S = 0.2
+_SUBSCRIBE_S = 2.0
 
 
 class Listener:
     """One subscription a mailbox, started when it is first needed.
 
     Attributes:
-        work: set when some mailbox has work, and after a broken connection.
+        work: set when there may be work for this host, and after a broken connection.
+        woken: the turn of the last wake heard; 0 after it was used.
+        on_cancel: called with the id of a task of this host that was cancelled.
     """
 
     def __init__(self, client: Redis, prefixes: Sequence[str]) -> None:
         self._client = client
         self._prefixes = prefixes
+        self._channels: dict[str, asyncio.Event] = {}
         self._waiters: dict[str, set[asyncio.Future[State]]] = {}
+        self._pubsub: PubSub | None = None
         self._task: asyncio.Task[None] | None = None
         self.work = asyncio.Event()
+        self.woken = 0
+        self.on_cancel: Callable[[str], None] | None = None
 
-    def start(self) -> None:
-        """Listen, if it does not yet."""
+    async def hear(self, name: str) -> None:
+        """Subscribe to `ended`, `ended:inner` or `host:OWNER` of every partition; returns once the
+        store confirmed it, or after 2 s all the same: whoever waits also looks by itself."""
+        if name not in self._channels:
+            self._channels[name] = asyncio.Event()
+            if self._pubsub is not None:
+                with contextlib.suppress(RedisError, OSError, RuntimeError):
+                    await self._pubsub.subscribe(*self._names([name]))
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._hear(), name="mailbox-listener")
+            self._task = asyncio.create_task(self._run(), name="mailbox-listener")
+        if not self._channels[name].is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._channels[name].wait(), _SUBSCRIBE_S)
 
     async def close(self) -> None:
         """Stop listening."""
@@ -45,7 +62,6 @@ class Listener:
     @contextlib.contextmanager
     def watching(self, task_id: str) -> Iterator[asyncio.Future[State]]:
         """A future that resolves to the final state when it is announced."""
-        self.start()
         future: asyncio.Future[State] = asyncio.get_running_loop().create_future()
         waiting = self._waiters.setdefault(task_id, set())
         waiting.add(future)
@@ -57,29 +73,48 @@ class Listener:
                 self._waiters.pop(task_id, None)
             future.cancel()
 
-    async def _hear(self) -> None:
-        """Resolve waiters and wake leasers; after a broken connection, listen again."""
+    def _names(self, names: Sequence[str]) -> list[str]:
+        return [f"{at}:{name}" for at in self._prefixes for name in names]
+
+    async def _run(self) -> None:
+        """Hear; after a broken connection, listen again."""
         while True:
             with contextlib.suppress(RedisError, OSError):
-                async for channel, data in self._messages():
-                    if channel == "wake":
-                        self.work.set()
-                        continue
-                    task_id, _, state = data.partition(" ")
-                    for future in self._waiters.get(task_id, ()):
-                        if not future.done():
-                            future.set_result(cast(State, state))
+                async with self._client.pubsub() as announcements:
+                    await announcements.subscribe(*self._names(list(self._channels)))
+                    self._pubsub = announcements
+                    try:
+                        await self._read(announcements)
+                    finally:
+                        self._pubsub = None
+            for confirmed in self._channels.values():
+                confirmed.clear()
             self.work.set()
             await asyncio.sleep(_AGAIN_S)
 
-    async def _messages(self) -> AsyncIterator[tuple[str, str]]:
-        async with self._client.pubsub() as announcements:
-            await announcements.subscribe(
-                *(f"{at}:{name}" for at in self._prefixes for name in ("finished", "wake"))
-            )
-            while True:
-                message = await announcements.get_message(timeout=5.0)
-                if message is None:
-                    await announcements.ping()
-                elif message["type"] == "message":
-                    yield str(message["channel"]).rsplit(":", 1)[1], str(message["data"])
+    async def _read(self, announcements: PubSub) -> None:
+        while True:
+            message = await announcements.get_message(timeout=5.0)
+            if message is None:
+                await announcements.ping()
+                continue
+            name = str(message["channel"]).partition("}:")[2]
+            if message["type"] == "subscribe" and name in self._channels:
+                self._channels[name].set()
+                if name.startswith("host:"):
+                    self.work.set()  # what was announced before is looked for
+            elif message["type"] == "message":
+                self._announced(name, str(message["data"]))
+
+    def _announced(self, name: str, data: str) -> None:
+        head, _, tail = data.partition(" ")
+        if name.startswith("host:"):
+            if head == "wake":
+                self.woken = int(tail)
+                self.work.set()
+            elif head == "cancel" and self.on_cancel is not None:
+                self.on_cancel(tail)
+            return
+        for future in self._waiters.get(head, ()):
+            if not future.done():
+                future.set_result(cast(State, tail))

@@ -26,10 +26,18 @@ _STOP_S = 5.0
 class Journal(Protocol):
     """Where finished steps are written: the mailbox, fenced by the lease."""
 
-    async def record(
-        self, lease: Lease, name: str, value: Any, *, usage: Mapping[str, float] | None = None
-    ) -> None:
-        """Store a step's value and charge its usage to the root's budget."""
+    def write(
+        self, lease: Lease, name: str, value: Any, usage: Mapping[str, float] | None = None
+    ) -> asyncio.Future[None]:
+        """Begin to store a step's value and charge its usage to the root's budget.
+
+        It is in the store before anything that the task asks the store for later. The future
+        raises BudgetExceeded, StaleLease, Cancelled, InvalidRequest.
+        """
+        ...
+
+    async def emit(self, lease: Lease, kind: str, fields: Mapping[str, Any]) -> None:
+        """Tell the root's listeners; nothing depends on whether it arrives."""
         ...
 
 
@@ -42,10 +50,19 @@ class Done:
 
 @dataclass(frozen=True)
 class Suspended:
-    """The behaviour can do nothing until `children` are finished, or the UNIX time `until`."""
+    """The behaviour can do nothing until `children` are finished, the UNIX time `until`, or one of
+    the `signals`."""
 
     children: tuple[Task, ...]
     until: float | None
+    signals: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """What a behaviour returns to hand on: the child's outcome is its own."""
+
+    child: Task
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,9 @@ class Scored:
     provenance: dict[str, Any] = field(default_factory=dict)
 
 
-async def run(behaviour: Callable[[Context], Awaitable[Any]], ctx: Context) -> Done | Suspended:
+async def run(
+    behaviour: Callable[[Context], Awaitable[Any]], ctx: Context
+) -> Done | Handoff | Suspended:
     """Run a behaviour until it returns or can only wait.
 
     Raises:
@@ -73,7 +92,10 @@ async def run(behaviour: Callable[[Context], Awaitable[Any]], ctx: Context) -> D
     try:
         await asyncio.wait({task, ctx.suspended}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
-            return Done(to_json(task.result(), f"agent {ctx.spec.name!r}"))
+            result = task.result()
+            if isinstance(result, Handoff):
+                return result
+            return Done(to_json(result, f"agent {ctx.spec.name!r}"))
         return ctx.stopped()
     finally:
         if not task.done():

@@ -182,7 +182,7 @@ def _lacking() -> str:
 def _start_host(config: dict[str, Any], store_url: str) -> _Host:
     import ray
 
-    from hybrid.agents.host import HostActor
+    from hybrid.agents.host_actor import HostActor
 
     name = f"{_HOST_PREFIX}{uuid.uuid4().hex[:8]}"
     actor = (

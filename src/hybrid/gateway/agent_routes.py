@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hybrid.agents.spec import AgentSpec
 from hybrid.agents.task import Budget, Task, TaskView
+from hybrid.agents.upkeep import Upkeep
 from hybrid.config import AgentConfig
 from hybrid.errors import Cancelled, DeadlineExceeded, NotFound, TaskFailed
 from hybrid.gateway import openai
@@ -65,7 +66,7 @@ async def list_agents(svc: Svc, who: Tenant) -> dict[str, Any]:
 async def get_agent(name: str, svc: Svc, who: Tenant) -> dict[str, Any]:
     """One agent: its spec, and how deep its mailbox is."""
     spec = await svc.specs.get(name)
-    return {**_spec_entry(spec), "mailbox": await svc.mailbox.depth(name)}
+    return {**_spec_entry(spec), "mailbox": await Upkeep(svc.mailbox).depth(name)}
 
 
 @router.put("/agents/{name}")

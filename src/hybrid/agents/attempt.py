@@ -1,0 +1,201 @@
+"""One attempt at one task: run the behaviour, and end the lease in the way that follows from it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from hybrid.agents.behaviour import Context
+from hybrid.agents.board import Board
+from hybrid.agents.builtin import resolve_behaviour
+from hybrid.agents.clients import ModelClient
+from hybrid.agents.lease import Lease, Outcome, refused
+from hybrid.agents.mailbox import Mailbox
+from hybrid.agents.spec import AgentSpec
+from hybrid.agents.steps import Done, Handoff, Suspended, run
+from hybrid.agents.tools import ToolRegistry
+from hybrid.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HybridError,
+    RateLimited,
+    RegistryError,
+    StaleLease,
+    StoreUnavailable,
+    Unavailable,
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+_RETRYABLE = (Unavailable, RateLimited, StoreUnavailable, RegistryError)
+_STORE_PAUSE_S = 0.25
+_STORE_PAUSE_MAX_S = 2.0
+
+
+class Attempts:
+    """What all attempts of a host share.
+
+    Args:
+        mailbox: where leases come from.
+        model: the served model's name.
+        client: the model.
+        tools: for behaviours.
+        ending: called with a lease that is about to end, before the store is told: its slot is
+            free, and what is leased next may share the call.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        model: str,
+        client: ModelClient,
+        tools: ToolRegistry,
+        ending: Callable[[Lease], None],
+    ) -> None:
+        self._mailbox = mailbox
+        self._model = model
+        self._client = client
+        self._tools = tools
+        self._ending = ending
+        self.journal = PatientJournal(mailbox)
+
+    async def run(self, lease: Lease, specs: Mapping[str, AgentSpec]) -> str:
+        """Run a lease to its end; returns a word for it."""
+        spec = specs.get(lease.task.agent)
+        if spec is None:  # not seen yet, or removed: another host may know it, or it comes back
+            return await self._again(lease, f"agent {lease.task.agent!r} is not there")
+        limit: asyncio.Timeout | None = None
+        try:
+            context = self._context(lease, spec, specs)
+            function = resolve_behaviour(spec.behaviour, f"agent {spec.name!r}")
+            async with asyncio.timeout(context.remaining_s) as limit:
+                result = await run(function, context)
+        except (StaleLease, Cancelled):
+            return "lost"
+        except TimeoutError as e:
+            if limit is None or not limit.expired():  # one of the behaviour's own
+                return await self._again(lease, f"{type(e).__name__}: {e}")
+            late = DeadlineExceeded(f"task {lease.task.id}: its deadline passed while running")
+            return await self._fail(lease, late)
+        except _RETRYABLE as e:
+            return await self._again(lease, _text(e), e.retry_after)
+        except HybridError as e:
+            return await self._fail(lease, e)
+        except Exception as e:
+            log.warning("agent %s, task %s", spec.name, lease.task.id, exc_info=True)
+            return await self._again(lease, f"{type(e).__name__}: {e}")
+        return await self._settle(lease, context, result)
+
+    async def _settle(
+        self, lease: Lease, context: Context, result: Done | Handoff | Suspended
+    ) -> str:
+        mailbox = self._mailbox
+        call: Callable[[], Awaitable[Any]]
+        match result:
+            case Done(output):
+                word, outcome = "done", Outcome(state="done", result=output)
+                call = lambda: mailbox.complete(lease, outcome)  # noqa: E731
+            case Handoff(child):
+                word = "handed on"
+                call = lambda: mailbox.delegate(lease, child)  # noqa: E731
+            case Suspended(children, until, signals):
+                word = "waiting"
+                call = lambda: mailbox.wait_on(  # noqa: E731
+                    lease, children, until=until, signals=signals
+                )
+        try:
+            await self._end(lease, call, context.settled)
+        except (StaleLease, Cancelled):
+            return "lost"
+        except HybridError as e:  # no means left for a child, an output that cannot be stored
+            return await self._fail(lease, e)
+        return word
+
+    async def _fail(self, lease: Lease, error: HybridError) -> str:
+        failed = Outcome(state="failed", error=_text(error))
+        try:
+            await self._end(lease, lambda: self._mailbox.complete(lease, failed))
+        except (StaleLease, Cancelled):
+            return "lost"
+        return "failed"
+
+    async def _again(self, lease: Lease, error: str, delay_s: float | None = None) -> str:
+        try:
+            await self._end(lease, lambda: self._mailbox.retry(lease, error, delay_s=delay_s))
+        except (StaleLease, Cancelled):
+            return "lost"
+        return "retried"
+
+    async def _end(
+        self,
+        lease: Lease,
+        call: Callable[[], Awaitable[Any]],
+        before: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._ending(lease)
+        await stubborn(call, before)
+
+    def _context(self, lease: Lease, spec: AgentSpec, specs: Mapping[str, AgentSpec]) -> Context:
+        return Context(
+            lease,
+            spec,
+            specs=specs,
+            journal=self.journal,
+            client=self._client,
+            model=self._model,
+            board=Board(self._mailbox.client, lease.task.tenant, self._mailbox.config.partitions),
+            tools=self._tools,
+        )
+
+
+class PatientJournal:
+    """Records a step even if the store is away for a while: its effect has happened."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+
+    def write(
+        self, lease: Lease, name: str, value: Any, usage: Mapping[str, float] | None = None
+    ) -> asyncio.Future[None]:
+        """See `Journal.write`."""
+        first = self._mailbox.write(lease, name, value, usage)
+
+        async def finish() -> None:
+            try:
+                reply = await first
+            except StoreUnavailable:
+                await asyncio.sleep(_STORE_PAUSE_S)
+                reply = await stubborn(lambda: self._mailbox.write(lease, name, value, usage))
+            refused(lease, reply)
+
+        return asyncio.ensure_future(finish())
+
+    async def emit(self, lease: Lease, kind: str, fields: Mapping[str, Any]) -> None:
+        """See `Journal.emit`."""
+        await self._mailbox.emit(lease, kind, **fields)
+
+
+async def stubborn(
+    call: Callable[[], Awaitable[T]], before: Callable[[], Awaitable[None]] | None = None
+) -> T:
+    """Repeat a call while the store is away; what was carried out is then refused as stale.
+
+    Args:
+        before: awaited before the call is repeated.
+    """
+    pause = _STORE_PAUSE_S
+    while True:
+        try:
+            return await call()
+        except StoreUnavailable as e:
+            log.warning("%s", e.message)
+        await asyncio.sleep(pause)
+        pause = min(_STORE_PAUSE_MAX_S, pause * 1.5)
+        if before is not None:
+            await before()
+
+
+def _text(error: HybridError) -> str:
+    return f"{error.code}: {error.message}"

@@ -1,0 +1,241 @@
+-- A task's states and how it moves between them. The parts of the library are one text in the store.
+--
+-- Everything runs inside one `hybrid1_batch` call. `c` is what all of a call's operations share:
+-- c.P    the partition's prefix, `hybrid:{hN}`: every key starts with it, so all of them share its
+--        hash slot and a call is safe on a cluster
+-- c.now  milliseconds of the server's clock; c.shift is what to add to the caller's clock
+-- c.retain, c.attempts, c.depth, c.tenant_depth, c.events, c.steps: the caller's limits
+--
+--   t:ID   hash    envelope, state, attempt (fencing token), tries (counted attempts), owner, …
+--   j:ID   hash    journal: finished steps, children's outcomes by child id, signals by name
+--   h:ID   list    history: one JSON object an attempt
+--   c:ID   set     children           p:ID  set   children not finished yet
+--   r:AGENT zset   ready, by priority then age
+--   ready  zset    agents that have ready tasks, by when they were last served
+--   delayed, leases, deadlines  zset  ids by time
+--   q:…    list    one conversation's tasks in order; only the first may run
+--   i:…    string  idempotency key → id
+--   b:ROOT hash    what a root and all beneath it have spent, and may spend
+--   e:ROOT stream  what happens to a root and all beneath it
+--   open, tenants  hash  unfinished tasks an agent, a tenant
+--   dead:AGENT zset the dead letter
+--   recurring zset, recur:NAME hash  schedules by when they are next due
+--   sleepers set   hosts that wait for work
+-- Channels: P:ended and P:ended:inner ("ID STATE" of roots and of children), P:host:OWNER
+-- ("wake N", "cancel ID"), P:board.
+
+local TERMINAL = {done = true, failed = true, cancelled = true, dead = true}
+local HISTORY = 100
+local DEAD = 10000
+
+local function get(c, id, ...)
+  return redis.call('HMGET', c.P .. ':t:' .. id, ...)
+end
+
+local function text(value)
+  if value == nil or value == cjson.null then return '' end
+  return tostring(value)
+end
+
+local function number(value, default)
+  if value == nil or value == cjson.null then return default end
+  return tonumber(value)
+end
+
+-- Tell a root's listeners. `more` is JSON: the rest of the event.
+local function event(c, root, id, agent, attempt, more)
+  if c.events == 0 then return end
+  redis.call('XADD', c.P .. ':e:' .. root, 'MAXLEN', '~', c.events, '*', 'd', '{"task":"' .. id
+    .. '","agent":' .. cjson.encode(agent) .. ',"attempt":' .. attempt .. ',"at":'
+    .. string.format('%.3f', c.now / 1000) .. ',' .. more .. '}')
+end
+
+local function state_event(c, id, state, err)
+  local f = get(c, id, 'root', 'agent', 'attempt')
+  local more = '"event":"state","state":"' .. state .. '"'
+  if err and err ~= '' then more = more .. ',"error":' .. cjson.encode(err) end
+  event(c, f[1], id, f[2], f[3], more)
+end
+
+-- One sleeping host hears that there is work. `turn` counts how often this wake was handed on.
+local function wake_one(c, turn)
+  while true do
+    local owner = redis.call('SPOP', c.P .. ':sleepers')
+    if not owner then return end
+    if redis.call('PUBLISH', c.P .. ':host:' .. owner, 'wake ' .. turn) > 0 then return end
+  end
+end
+
+local function conversation_key(c, agent, tenant, conversation)
+  return c.P .. ':q:' .. agent .. '\0' .. tenant .. '\0' .. conversation
+end
+
+-- Put a task where a lease finds it.
+local function make_ready(c, id, agent, priority, since)
+  redis.call('HSET', c.P .. ':t:' .. id, 'state', 'queued', 'ready_at', c.now)
+  redis.call('ZADD', c.P .. ':r:' .. agent, since - priority * 1e13, id)
+  redis.call('ZADD', c.P .. ':ready', 'NX', 0, agent)
+  c.woken = c.woken + 1  -- at the end of the call, if a lease in it has not taken the work
+end
+
+local function ready_again(c, id)
+  local f = get(c, id, 'agent', 'priority', 'since')
+  make_ready(c, id, f[1], tonumber(f[2]), tonumber(f[3]))
+end
+
+local function leave_ready(c, id, agent)
+  if redis.call('ZREM', c.P .. ':r:' .. agent, id) == 1
+      and redis.call('EXISTS', c.P .. ':r:' .. agent) == 0 then
+    redis.call('ZREM', c.P .. ':ready', agent)
+  end
+end
+
+local function remember(c, id, attempt, host, outcome, err)
+  local key = c.P .. ':h:' .. id
+  if redis.call('RPUSH', key, cjson.encode({
+    attempt = tonumber(attempt), host = host or '', at = c.now / 1000, outcome = outcome,
+    error = err or cjson.null
+  })) > HISTORY then redis.call('LTRIM', key, -HISTORY, -1) end
+end
+
+local function count(c, hash, field, by)
+  if redis.call('HINCRBY', c.P .. ':' .. hash, field, by) <= 0 then
+    redis.call('HDEL', c.P .. ':' .. hash, field)
+  end
+end
+
+local PARTS = {'t', 'j', 'h', 'c', 'p'}
+
+-- The end of a task: out of every set, the next of its conversation in, its parent told.
+local function finish(c, id, state, result, err)
+  local P, key = c.P, c.P .. ':t:' .. id
+  local f = get(c, id, 'agent', 'tenant', 'conversation', 'parent', 'root', 'state', 'owner', 'ikey')
+  local agent, parent, before = f[1], f[4], f[6]
+  redis.call('HSET', key, 'state', state, 'result', result, 'error', err, 'updated', c.now,
+    'owner', '')
+  if before == 'queued' then leave_ready(c, id, agent) end
+  if before == 'leased' then redis.call('ZREM', P .. ':leases', id) end
+  if before == 'scheduled' or before == 'waiting' then redis.call('ZREM', P .. ':delayed', id) end
+  redis.call('ZREM', P .. ':deadlines', id)
+  count(c, 'open', agent, -1)
+  count(c, 'tenants', f[2], -1)
+  if state == 'dead' then
+    local dead = P .. ':dead:' .. agent
+    redis.call('ZADD', dead, c.now, id)
+    redis.call('ZREMRANGEBYSCORE', dead, '-inf', c.now - c.retain)
+    redis.call('ZREMRANGEBYRANK', dead, 0, -DEAD - 1)
+  elseif state == 'cancelled' and before == 'leased' then
+    redis.call('PUBLISH', P .. ':host:' .. f[7], 'cancel ' .. id)
+  end
+  if f[3] ~= '' then
+    local q = conversation_key(c, agent, f[2], f[3])
+    local first = redis.call('LINDEX', q, 0)
+    redis.call('LREM', q, 1, id)
+    local next_id = redis.call('LINDEX', q, 0)
+    if first == id and next_id then
+      if get(c, next_id, 'state')[1] == 'queued' then ready_again(c, next_id) end
+    end
+  end
+  state_event(c, id, state, err)
+  for _, part in ipairs(PARTS) do
+    redis.call('PEXPIRE', P .. ':' .. part .. ':' .. id, c.retain)
+  end
+  if f[8] and f[8] ~= '' then redis.call('PEXPIRE', f[8], c.retain) end
+  if parent == '' then
+    redis.call('PEXPIRE', P .. ':b:' .. id, c.retain)
+    redis.call('PEXPIRE', P .. ':e:' .. id, c.retain)
+    redis.call('PUBLISH', P .. ':ended', id .. ' ' .. state)
+    return
+  end
+  redis.call('PUBLISH', P .. ':ended:inner', id .. ' ' .. state)
+  local p = get(c, parent, 'state', 'delegate', 'attempt')
+  if not p[1] or TERMINAL[p[1]] then return end
+  redis.call('HSET', P .. ':j:' .. parent, id, '{"state":"' .. state .. '","result":'
+    .. (result == '' and 'null' or result) .. ',"error":'
+    .. (err == '' and 'null' or cjson.encode(err)) .. '}')
+  redis.call('SREM', P .. ':p:' .. parent, id)
+  if p[1] ~= 'waiting' then return end
+  if p[2] == id then  -- handed on: the child's end is the parent's
+    remember(c, parent, p[3], '', state, err ~= '' and err or nil)
+    finish(c, parent, state, result, err)
+  elseif redis.call('EXISTS', P .. ':p:' .. parent) == 0 then
+    redis.call('ZREM', P .. ':delayed', parent)
+    ready_again(c, parent)
+  end
+end
+
+-- The limit of a root that is reached, if one is, with `hops` more tasks beneath it.
+local function over(c, root, hops)
+  local b = redis.call('HMGET', c.P .. ':b:' .. root, 'hops', 'max_hops', 'tokens', 'max_tokens',
+    'usd', 'max_usd')
+  if b[2] and b[2] ~= '' and tonumber(b[1] or 0) + hops > tonumber(b[2]) then return 'hops' end
+  if b[3] and b[4] and b[4] ~= '' and tonumber(b[3]) > tonumber(b[4]) then return 'tokens' end
+  if b[5] and b[6] and b[6] ~= '' and tonumber(b[5]) > tonumber(b[6]) then return 'usd' end
+  return nil
+end
+
+-- Charge a root; returns which limit is passed, if one is.
+local function charge(c, id, root, usage)
+  if usage == '' then return nil end
+  for name, amount in pairs(cjson.decode(usage)) do
+    redis.call('HINCRBYFLOAT', c.P .. ':b:' .. root, name, amount)
+    redis.call('HINCRBYFLOAT', c.P .. ':t:' .. id, 'u:' .. name, amount)
+  end
+  return over(c, root, 0)
+end
+
+-- Store a new task, unless it is there. The envelope stays the text it came as. Times in it are of
+-- the sender's clock; what counts is kept in the server's.
+local function add(c, envelope, task, fingerprint, ikey)
+  local P, id, agent, parent = c.P, task.id, task.agent, text(task.parent)
+  local key = P .. ':t:' .. id
+  if redis.call('EXISTS', key) == 1 then return end
+  if parent == '' then
+    redis.call('HSET', P .. ':b:' .. task.root, 'max_tokens', text(task.budget.tokens), 'max_usd',
+      text(task.budget.usd), 'max_hops', text(task.budget.hops))
+  end
+  redis.call('HINCRBY', P .. ':b:' .. task.root, 'hops', 1)
+  local conversation = text(task.conversation)
+  if parent ~= '' then
+    conversation = ''
+    redis.call('SADD', P .. ':c:' .. parent, id)
+    redis.call('SADD', P .. ':p:' .. parent, id)
+  end
+  local priority = math.max(-100, math.min(100, number(task.priority, 0)))
+  local deadline = number(task.deadline, 0) * 1000
+  if deadline > 0 then
+    deadline = deadline + c.shift
+    redis.call('ZADD', P .. ':deadlines', deadline, id)
+  end
+  redis.call('HSET', key, 'envelope', envelope, 'agent', agent, 'tenant', task.tenant,
+    'conversation', conversation, 'parent', parent, 'root', task.root, 'priority', priority,
+    'since', c.now, 'attempt', 0, 'tries', 0, 'max', number(task.max_attempts, c.attempts),
+    'deadline', string.format('%.0f', deadline), 'owner', '', 'result', '', 'error', '',
+    'updated', c.now, 'state', 'queued', 'fingerprint', fingerprint, 'ikey', ikey)
+  count(c, 'open', agent, 1)
+  count(c, 'tenants', task.tenant, 1)
+  local first = true
+  if conversation ~= '' then
+    first = redis.call('RPUSH', conversation_key(c, agent, task.tenant, conversation), id) == 1
+  end
+  local due = number(task.not_before, 0) * 1000
+  if due > 0 then due = due + c.shift end
+  local state = 'queued'
+  if due > c.now then
+    state = 'scheduled'
+    redis.call('HSET', key, 'state', state)
+    redis.call('ZADD', P .. ':delayed', due, id)
+  elseif first then
+    make_ready(c, id, agent, priority, c.now)
+  end
+  event(c, task.root, id, agent, 0, '"event":"state","state":"' .. state .. '"')
+end
+
+-- 'ok' when the caller holds the lease, else why not.
+local function fence(c, id, attempt)
+  local f = get(c, id, 'state', 'attempt')
+  if not f[1] then return 'missing' end
+  if f[1] == 'cancelled' then return 'cancelled' end
+  if f[1] ~= 'leased' or f[2] ~= attempt then return 'stale' end
+  return 'ok'
+end
