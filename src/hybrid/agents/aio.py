@@ -11,7 +11,7 @@ T = TypeVar("T")
 _AGAIN_S = 0.2
 
 
-async def end(*tasks: asyncio.Task[Any] | None) -> None:
+async def end(*tasks: asyncio.Future[Any] | None) -> None:
     """Cancel tasks and wait until they have ended.
 
     One cancellation may be lost: a client library that was about to time out turns it into its

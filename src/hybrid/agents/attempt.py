@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+from hybrid.agents.aio import end
 from hybrid.agents.behaviour import Context
 from hybrid.agents.board import Board
 from hybrid.agents.builtin import resolve_behaviour
@@ -155,22 +156,47 @@ class PatientJournal:
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
+        self._patience: set[asyncio.Future[None]] = set()
+
+    async def close(self) -> None:
+        """Give up on what is not in the store yet."""
+        await end(*self._patience)
 
     def write(
         self, lease: Lease, name: str, value: Any, usage: Mapping[str, float] | None = None
     ) -> asyncio.Future[None]:
         """See `Journal.write`."""
-        first = self._mailbox.write(lease, name, value, usage)
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        async def finish() -> None:
-            try:
-                reply = await first
-            except StoreUnavailable:
-                await asyncio.sleep(_STORE_PAUSE_S)
-                reply = await stubborn(lambda: self._mailbox.write(lease, name, value, usage))
-            refused(lease, reply)
+        def answered(reply: asyncio.Future[list[Any]]) -> None:
+            """In the common case no task is needed to wait for it."""
+            if reply.cancelled() or written.done():
+                return
+            error = reply.exception()
+            if isinstance(error, StoreUnavailable):
+                again = asyncio.ensure_future(self._again(lease, name, value, usage, written))
+                self._patience.add(again)
+                again.add_done_callback(self._patience.discard)
+            elif error is not None:
+                written.set_exception(error)
+            else:
+                _answer(lease, written, reply.result())
 
-        return asyncio.ensure_future(finish())
+        self._mailbox.write(lease, name, value, usage).add_done_callback(answered)
+        return written
+
+    async def _again(
+        self,
+        lease: Lease,
+        name: str,
+        value: Any,
+        usage: Mapping[str, float] | None,
+        written: asyncio.Future[None],
+    ) -> None:
+        await asyncio.sleep(_STORE_PAUSE_S)
+        reply = await stubborn(lambda: self._mailbox.write(lease, name, value, usage))
+        if not written.done():
+            _answer(lease, written, reply)
 
     async def emit(self, lease: Lease, kind: str, fields: Mapping[str, Any]) -> None:
         """See `Journal.emit`."""
@@ -195,6 +221,15 @@ async def stubborn(
         pause = min(_STORE_PAUSE_MAX_S, pause * 1.5)
         if before is not None:
             await before()
+
+
+def _answer(lease: Lease, written: asyncio.Future[None], reply: list[Any]) -> None:
+    try:
+        refused(lease, reply)
+    except HybridError as e:
+        written.set_exception(e)
+    else:
+        written.set_result(None)
 
 
 def _text(error: HybridError) -> str:

@@ -25,14 +25,21 @@ _MOST_OPERATIONS = 128
 _MOST_BYTES = 1 << 20
 """A call of more is two: the store does nothing else while it carries one out."""
 
+_LATER_S = 0.002
+"""What can wait for the next call waits no longer than this for one."""
+
 Argument = str | int
 
 
-@dataclass(frozen=True, slots=True)
-class _Operation:
+@dataclass(slots=True)
+class Operation:
+    """One operation of the library, and who waits for its reply."""
+
     name: str
-    arguments: tuple[Argument, ...]
+    arguments: tuple[Argument, ...] | Callable[[], tuple[Argument, ...]]
     reply: asyncio.Future[list[Any]]
+    note: Any = None
+    withdrawn: bool = False
 
 
 class Batch:
@@ -55,12 +62,16 @@ class Batch:
         header: Callable[[], tuple[Argument, ...]],
         install: Callable[[], Awaitable[Any]],
     ) -> None:
-        self._client = client
+        # A connection of its own: a pool's is fetched and checked for every call.
+        self._client = client.client() if isinstance(client, Redis) else client
+        self._pooled = client
         self._prefix = prefix
         self._header = header
         self._install = install
-        self._queue: deque[_Operation] = deque()
+        self._queue: deque[Operation] = deque()
         self._runner: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._late: dict[str, list[Operation]] = {}
         self.calls = 0
         self.operations = 0
 
@@ -70,21 +81,58 @@ class Batch:
         Raises:
             StoreUnavailable: the store does not answer; whether it was carried out is unknown.
         """
-        return await self.start(name, *arguments)
-
-    def start(self, name: str, *arguments: Argument) -> asyncio.Future[list[Any]]:
-        """The same without waiting. The caller must look at the future in the end."""
         reply: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        self._queue.append(_Operation(name, arguments, reply))
+        self._queue.append(Operation(name, arguments, reply))
+        self.go()
+        return await reply
+
+    def later(
+        self, whose: str, name: str, arguments: Callable[[], tuple[Argument, ...]], note: Any
+    ) -> asyncio.Future[list[Any]]:
+        """The same, without waiting and with the next call: somebody else's, or one soon.
+
+        Args:
+            whose: by what `withdraw` finds it.
+            arguments: makes them when it goes out; a HybridError it raises is the reply.
+            note: for who withdraws it.
+
+        Returns:
+            The reply, at which the caller must look in the end.
+        """
+        reply: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        operation = Operation(name, arguments, reply, note)
+        self._queue.append(operation)
+        self._late.setdefault(whose, []).append(operation)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_LATER_S, self.go)
+        return reply
+
+    def withdraw(self, whose: str) -> list[Operation]:
+        """What was asked for with `later` and has not gone out: it will not. Whoever withdraws
+        answers it."""
+        late = self._late.pop(whose, [])
+        for operation in late:
+            operation.withdrawn = True
+        return late
+
+    def go(self) -> None:
+        """Send what waits."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run(), name="mailbox-batch")
-        return reply
 
     async def close(self) -> None:
         """Give up what is queued."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         await end(self._runner)
         self._fail(list(self._queue), StoreUnavailable("the mailbox is closed"))
         self._queue.clear()
+        if self._client is not self._pooled:
+            await self._client.aclose()
 
     async def _run(self) -> None:
         while self._queue:
@@ -105,19 +153,31 @@ class Batch:
                 if not operation.reply.done():
                     operation.reply.set_result(reply)
 
-    def _take(self) -> list[_Operation]:
-        taken: list[_Operation] = []
+    def _take(self) -> list[Operation]:
+        taken: list[Operation] = []
         size = 0
+        self._late.clear()
         while self._queue and len(taken) < _MOST_OPERATIONS and size < _MOST_BYTES:
             operation = self._queue.popleft()
-            if operation.reply.done():
+            if operation.withdrawn or operation.reply.done():
                 continue  # its caller was cancelled before it was sent
+            if callable(operation.arguments):
+                try:
+                    operation.arguments = operation.arguments()
+                except HybridError as e:
+                    operation.reply.set_exception(e)
+                    continue
             taken.append(operation)
-            size += sum(len(a) for a in operation.arguments if isinstance(a, str))
+            for argument in operation.arguments:
+                if isinstance(argument, str):
+                    size += len(argument)
         return taken
 
-    async def _send(self, operations: list[_Operation]) -> list[list[Any]]:
-        arguments = [part for o in operations for part in (o.name, len(o.arguments), *o.arguments)]
+    async def _send(self, operations: list[Operation]) -> list[list[Any]]:
+        arguments: list[Argument] = []
+        for o in operations:
+            assert isinstance(o.arguments, tuple)
+            arguments += (o.name, len(o.arguments), *o.arguments)
         self.calls += 1
         self.operations += len(operations)
         for last in (False, True):
@@ -140,7 +200,7 @@ class Batch:
         raise AssertionError("unreachable")
 
     @staticmethod
-    def _fail(operations: list[_Operation], error: HybridError) -> None:
+    def _fail(operations: list[Operation], error: HybridError) -> None:
         for operation in operations:
             if not operation.reply.done():
                 operation.reply.set_exception(error)

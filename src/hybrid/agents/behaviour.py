@@ -18,9 +18,9 @@ from __future__ import annotations
 import math
 import re
 import time
-import uuid
+import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hybrid.agents.durable import Durable
@@ -149,9 +149,10 @@ class Context(Durable):
                 )
             )
             used = chunk.prompt_tokens + chunk.completion_tokens
-            return asdict(chunk), {"tokens": used, "model_calls": 1}
+            value = {**vars(chunk), "provenance": chunk.provenance and vars(chunk.provenance)}
+            return value, {"tokens": used, "model_calls": 1}
 
-        value = dict(await self._once("generate", run))
+        value = dict(await self._once("generate", run, plain=True))
         for name in ("token_ids", "logprobs"):
             value[name] = tuple(value[name])
         if value["provenance"] is not None:
@@ -190,7 +191,7 @@ class Context(Durable):
                 "answer": among[result.best],
                 "probability": math.exp(result.logprobs[result.best] - top) / total,
                 "logprobs": dict(zip(among, result.logprobs, strict=True)),
-                "provenance": asdict(result.provenance),
+                "provenance": vars(result.provenance),
             }
             return value, {"tokens": result.prompt_tokens, "model_calls": 1}
 
@@ -218,5 +219,5 @@ class Context(Durable):
         return self.spec.template.replace("{input}", self.entity if input is None else input)
 
     def _request_id(self, key: str) -> str:
-        step = uuid.uuid5(uuid.NAMESPACE_OID, key).hex[:8]
+        step = f"{zlib.crc32(key.encode()):08x}"
         return f"{self.task.id}-{self._lease.task.attempt}-{step}"

@@ -206,12 +206,14 @@ class Durable:
         run: Callable[[str], Awaitable[tuple[Any, Mapping[str, float] | None]]],
         *,
         pure: bool = True,
+        plain: bool = False,
     ) -> Any:
         """A step's value: the journal's, or what `run` returns, journalled.
 
         What has an effect begins after everything before it is in the store, and is in the store
         before anything goes on. What costs only time (`pure`) is written behind: it shares a call
-        with what comes next, and is repeated if the host dies just then.
+        with what comes next, and is repeated if the host dies just then. `plain`: the value is what
+        a replay would see as it is.
         """
         key = self._next(name)
         if key in self._journal:
@@ -220,7 +222,8 @@ class Durable:
             if not pure or any(w.done() for w in self._unwritten):
                 await self.settled()
             value, usage = await run(key)
-            value = to_json(value, f"step {name!r} of agent {self.spec.name!r}")
+            if not plain:
+                value = to_json(value, f"step {name!r} of agent {self.spec.name!r}")
             written = self._remember(key, value, usage)
             if not pure:
                 await written

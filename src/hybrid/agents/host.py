@@ -116,6 +116,7 @@ class AgentHost:
 
     async def _close(self, helpers: list[asyncio.Task[None]]) -> None:
         await end(*helpers, *self._running.values())
+        await self._attempts.journal.close()
         await self.mailbox.close()
         await self._redis.aclose()
 
@@ -132,7 +133,7 @@ class AgentHost:
             self._held[task_id] = lease
             self._busy[lease.task.agent] += 1
             self._running[task_id] = asyncio.create_task(self._handle(lease), name=task_id)
-        if not leases and not self._draining:
+        if idle_s and not self._draining:
             await self.mailbox.rest(idle_s)
 
     def _room(self) -> dict[str, int]:

@@ -24,6 +24,9 @@ PAYLOAD_LIMIT = 256 * 1024
 """Bytes of an envelope or a result; larger things belong in a blob store, named by digest."""
 
 
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lease:
     """A task in hand.
@@ -69,7 +72,7 @@ def envelope_text(task: Task) -> str:
 def payload_text(value: Any, what: str) -> str:
     """A JSON value as stored. Raises InvalidRequest: no JSON, or over 256 KiB."""
     try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        text = _compact(value)
     except (TypeError, ValueError) as e:
         raise InvalidRequest(f"{what} is not JSON: {e}") from None
     return _limited(text, what)

@@ -16,6 +16,7 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 from redis.asyncio import Redis
@@ -34,7 +35,7 @@ from hybrid.agents.listener import POLL_S
 from hybrid.agents.senders import Senders
 from hybrid.agents.task import State, Task
 from hybrid.config import StoreConfig
-from hybrid.errors import InvalidRequest
+from hybrid.errors import HybridError, InvalidRequest, Unavailable
 
 __all__ = ["PAYLOAD_LIMIT", "Lease", "Mailbox", "Outcome"]
 
@@ -96,11 +97,13 @@ class Mailbox(Senders):
             sleep: whether the caller is going to `rest` when there is none.
 
         Returns:
-            Leases, and for how many seconds at most to rest if there are none.
+            Leases, and for how many seconds at most to rest before the next look; 0 when there is
+            more to take.
         """
         self.listener.work.clear()
         found: list[Lease] = []
         idle_s = POLL_S
+        more = False
         whose: list[str | int] = ["all"] if agents is None else ["only", *agents]
         if agents is None and room:
             whose += [part for pair in room.items() for part in pair]
@@ -110,7 +113,10 @@ class Mailbox(Senders):
                 break
             batch = self._batches[self.prefixes[(self._turn + step) % len(self.prefixes)]]
             wanted = (count - len(found), cap, int(sleep), self.listener.woken)
-            now, expires, items, due = await batch.call("lease", owner, lease_ms, *wanted, *whose)
+            now, expires, items, due, left = await batch.call(
+                "lease", owner, lease_ms, *wanted, *whose
+            )
+            more = more or bool(left)
             if due:
                 idle_s = min(idle_s, max(0.005, (float(due) - now) / 1000))
             for item in items:
@@ -121,7 +127,7 @@ class Mailbox(Senders):
                     await batch.call("release", item[0], item[2], later, note)
         self._turn += 1
         self.listener.woken = 0
-        return found, idle_s
+        return found, 0.0 if found and more else idle_s
 
     async def rest(self, seconds: float) -> None:
         """Wait until there may be work (`listener.work`), at most so long.
@@ -157,17 +163,19 @@ class Mailbox(Senders):
     def write(
         self, lease: Lease, name: str, value: Any, usage: Mapping[str, float] | None = None
     ) -> asyncio.Future[list[Any]]:
-        """Begin to journal a finished step: it is in the store before anything that the same task
-        asks for later. `written` says how it went.
+        """Begin to journal a finished step: it goes out with whatever this process asks for next,
+        within milliseconds, and before it. The reply is for `refused`.
 
-        Raises:
+        Raises, as the reply:
             InvalidRequest: not JSON, or over 256 KiB.
         """
-        text = payload_text(value, f"step {name!r}")
-        charged = json.dumps(dict(usage)) if usage else ""
-        return self._batch(lease).start(
-            "record", lease.task.id, lease.task.attempt, name, text, charged
-        )
+        task = lease.task
+
+        def arguments() -> tuple[str | int, ...]:
+            text = payload_text(value, f"step {name!r}")
+            return task.id, task.attempt, name, text, json.dumps(usage) if usage else ""
+
+        return self._batch(lease).later(task.id, "record", arguments, (name, usage))
 
     async def record(
         self,
@@ -183,7 +191,9 @@ class Mailbox(Senders):
             BudgetExceeded: the step is recorded, and the root's limit is passed.
             StaleLease, Cancelled, InvalidRequest (over 256 KiB, too many steps).
         """
-        refused(lease, await self.write(lease, name, value, usage))
+        written = self.write(lease, name, value, usage)
+        self._batch(lease).go()
+        refused(lease, await written)
 
     async def emit(self, lease: Lease, kind: str, **fields: Any) -> None:
         """Tell the root's listeners something of a running task. Raises StaleLease, Cancelled."""
@@ -216,7 +226,7 @@ class Mailbox(Senders):
         Raises:
             BudgetExceeded: no hops left; nothing was changed. StaleLease, Cancelled.
         """
-        await self._held("delegate", lease, envelope_text(child))
+        await self._ended(lease, "delegate", (), (envelope_text(child),))
 
     async def complete(self, lease: Lease, outcome: Outcome) -> None:
         """End a task: result, board writes, child submissions and release in one call.
@@ -226,16 +236,13 @@ class Mailbox(Senders):
         """
         at = self._prefix(lease.task.tenant)
         writes = [part for w in outcome.board for part in w.arguments(at, lease.task.tenant)]
-        await self._held(
-            "complete",
+        result = "" if outcome.result is None else payload_text(outcome.result, "the result")
+        await self._ended(
             lease,
-            outcome.state,
-            "" if outcome.result is None else payload_text(outcome.result, "the result"),
-            outcome.error or "",
-            json.dumps(dict(outcome.usage)) if outcome.usage else "",
-            len(outcome.board),
-            *writes,
-            *map(envelope_text, outcome.children),
+            "complete",
+            (outcome.state, result, outcome.error or ""),
+            (len(outcome.board), *writes, *map(envelope_text, outcome.children)),
+            outcome.usage,
         )
 
     async def retry(self, lease: Lease, error: str, *, delay_s: float | None = None) -> State:
@@ -256,6 +263,35 @@ class Mailbox(Senders):
 
     def _batch(self, lease: Lease) -> Batch:
         return self._batches[self._prefix(lease.task.tenant)]
+
+    async def _ended(
+        self,
+        lease: Lease,
+        name: str,
+        before: tuple[str | int, ...],
+        after: tuple[str | int, ...],
+        usage: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """End a task. Nobody will read its journal again: of steps that have not gone out yet only
+        the cost and the news go with this call."""
+        late = self._batch(lease).withdraw(lease.task.id)
+        total = dict(usage)
+        for step in late:
+            for unit, amount in (step.note[1] or {}).items():
+                total[unit] = total.get(unit, 0) + amount
+        steps = json.dumps([step.note[0] for step in late]) if late else ""
+        charged = json.dumps(total) if total else ""
+        try:
+            await self._held(name, lease, *before, charged, steps, *after)
+        except BaseException as e:
+            for step in late:
+                if not step.reply.done():
+                    lost = e if isinstance(e, HybridError) else Unavailable("not written")
+                    step.reply.set_exception(lost)
+            raise
+        for step in late:
+            if not step.reply.done():
+                step.reply.set_result(["ok"])
 
     async def _held(self, name: str, lease: Lease, *args: str | int) -> list[Any]:
         task = lease.task

@@ -88,9 +88,17 @@ async def run(
     async def call() -> Any:
         return await behaviour(ctx)
 
+    stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def stop(_: asyncio.Future[Any]) -> None:
+        if not stopped.done():
+            stopped.set_result(None)
+
     task = asyncio.create_task(call())
+    task.add_done_callback(stop)
+    ctx.suspended.add_done_callback(stop)
     try:
-        await asyncio.wait({task, ctx.suspended}, return_when=asyncio.FIRST_COMPLETED)
+        await stopped
         if task.done():
             result = task.result()
             if isinstance(result, Handoff):

@@ -8,15 +8,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 import uuid
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hybrid.errors import InvalidRequest
 
 ENVELOPE_VERSION = 1
+
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 State = Literal["scheduled", "queued", "leased", "waiting", "done", "failed", "cancelled", "dead"]
 TERMINAL: frozenset[State] = frozenset({"done", "failed", "cancelled", "dead"})
@@ -65,7 +68,7 @@ class Task:
     def child(self, agent: str, input: Any, *, key: str) -> Task:
         """A task beneath this one. `key` makes its id the same on every retry of the parent."""
         return Task(
-            id=uuid.uuid5(uuid.NAMESPACE_OID, f"{self.id}/{key}").hex,
+            id=hashlib.sha256(f"{self.id}/{key}".encode()).hexdigest()[:32],
             agent=agent,
             input=input,
             tenant=self.tenant,
@@ -84,7 +87,9 @@ class Task:
 
     def to_json(self) -> str:
         """Compact JSON, as stored."""
-        return json.dumps(asdict(self), separators=(",", ":"), ensure_ascii=False)
+        # Not `asdict`: it copies the input, which may be large, on the busiest path there is.
+        fields = {**vars(self), "budget": vars(self.budget)}
+        return _compact(fields)
 
     @classmethod
     def from_json(cls, raw: str | bytes) -> Task:

@@ -32,27 +32,25 @@ end
 
 local function revive(c, id, deadline)
   local key = c.P .. ':t:' .. id
-  local f = get(c, id, 'state', 'agent', 'tenant', 'delegate', 'parent', 'root')
+  local f = get(c, id, 'state', 'agent', 'tenant', 'delegate', 'attempt', 'root')
   if f[1] ~= 'dead' then return false end
   redis.call('ZREM', c.P .. ':dead:' .. f[2], id)
   redis.call('HSET', key, 'tries', 0, 'error', '', 'updated', c.now, 'deadline', deadline,
     'since', c.now)
   redis.call('HDEL', key, 'begun')
-  if deadline ~= '0' then redis.call('ZADD', c.P .. ':deadlines', deadline, id) end
+  if deadline ~= '0' then at(c, 'deadlines', tonumber(deadline), id) end
   count(c, 'open', f[2], 1)
-  count(c, 'tenants', f[3], 1)
-  for _, part in ipairs(PARTS) do redis.call('PERSIST', c.P .. ':' .. part .. ':' .. id) end
+  if f[6] == id then count(c, 'tenants', f[3], 1) end
+  for _, part in ipairs({'t', 'j', 'h', 'c', 'p'}) do redis.call('PERSIST', c.P .. ':' .. part .. ':' .. id) end
   for _, part in ipairs({'b', 'e'}) do redis.call('PERSIST', c.P .. ':' .. part .. ':' .. f[6]) end
   local below = text(f[4] or nil)
   if below ~= '' and revive(c, below, deadline) then  -- what it handed on to is what died
     redis.call('HSET', key, 'state', 'waiting')
-    redis.call('HDEL', c.P .. ':j:' .. id, below)
-    redis.call('SADD', c.P .. ':p:' .. id, below)
-    state_event(c, id, 'waiting', 'replayed')
+    state_event(c, f[6], id, f[2], f[5], 'waiting', 'replayed')
   else
     redis.call('HSET', key, 'delegate', '')
     ready_again(c, id)
-    state_event(c, id, 'queued', 'replayed')
+    state_event(c, f[6], id, f[2], f[5], 'queued', 'replayed')
   end
   return true
 end

@@ -3,15 +3,15 @@
 -- A holder that is gone: the task is tried again, or dead after its last attempt.
 local function lose(c, id, reason)
   redis.call('ZREM', c.P .. ':leases', id)
-  local f = get(c, id, 'attempt', 'owner', 'tries', 'max', 'state')
+  local f = get(c, id, 'attempt', 'owner', 'tries', 'max', 'state', 'root', 'agent')
   if f[5] ~= 'leased' then return end
   remember(c, id, f[1], f[2], 'lost', reason)
   if tonumber(f[3]) >= tonumber(f[4]) then
     finish(c, id, 'dead', '', reason .. ' on attempt ' .. f[3] .. ' of ' .. f[4])
   else
-    redis.call('HSET', c.P .. ':t:' .. id, 'owner', '', 'updated', c.now)
+    redis.call('HSET', c.P .. ':t:' .. id, 'updated', c.now)
     ready_again(c, id)
-    state_event(c, id, 'queued', reason)
+    state_event(c, f[6], id, f[7], f[1], 'queued', reason)
   end
 end
 
@@ -21,6 +21,8 @@ end
 
 -- What time has done: leases that ended, delays that are over, deadlines that passed.
 local function sweep(c)
+  local known = agenda[c.P]
+  if known and c.now < known.due and c.now - known.looked < 1000 then return end
   for _, id in ipairs(due_by(c, 'leases')) do lose(c, id, 'lease expired') end
   for _, name in ipairs(due_by(c, 'recurring')) do occur(c, name) end
   for _, id in ipairs(due_by(c, 'delayed')) do
@@ -45,40 +47,33 @@ local function sweep(c)
     if f[1] and not TERMINAL[f[1]] and f[1] ~= 'leased' then
       remember(c, id, f[2], f[3], 'deadline', 'deadline exceeded')
       finish(c, id, 'failed', '', 'deadline exceeded while ' .. f[1])
+      cancel_tree(c, id, 'deadline exceeded')
     end
   end
-end
-
-local function lease_one(c, agent, owner, expires)
-  local popped = redis.call('ZPOPMIN', c.P .. ':r:' .. agent)
-  if not popped[1] then
-    redis.call('ZREM', c.P .. ':ready', agent)
-    return nil
-  end
-  local id = popped[1]
-  local key = c.P .. ':t:' .. id
-  local attempt = redis.call('HINCRBY', key, 'attempt', 1)
-  redis.call('HINCRBY', key, 'tries', 1)
-  redis.call('HSET', key, 'state', 'leased', 'owner', owner, 'updated', c.now)
-  redis.call('HSETNX', key, 'begun', c.now)
-  redis.call('ZADD', c.P .. ':leases', expires, id)
-  local f = redis.call('HMGET', key, 'envelope', 'deadline', 'root', 'begun')
-  event(c, f[3], id, agent, attempt, '"event":"state","state":"leased","host":' .. cjson.encode(owner))
-  return {id, f[1], attempt, f[2], f[4], redis.call('HGETALL', c.P .. ':j:' .. id)}
-end
-
-local function first_due(c)
-  local due = nil
+  local due = math.huge
   for _, name in ipairs({'delayed', 'leases', 'deadlines', 'recurring'}) do
-    local first = redis.call('ZRANGE', c.P .. ':' .. name, 0, 0, 'WITHSCORES')
-    if first[2] and (not due or tonumber(first[2]) < due) then due = tonumber(first[2]) end
+    local first = redis.call('ZRANGE', c.P .. ':' .. name, 0, 0, 'WITHSCORES')[2]
+    if first then due = math.min(due, tonumber(first)) end
   end
-  return due and string.format('%.0f', due) or ''
+  agenda[c.P] = {due = due, looked = c.now}
+end
+
+local function hand_out(c, id, agent, owner, expires)
+  local key = c.P .. ':t:' .. id
+  local f = redis.call('HMGET', key, 'envelope', 'deadline', 'root', 'begun', 'attempt', 'tries',
+    'heard')
+  local attempt, begun = tonumber(f[5]) + 1, f[4] or c.now
+  redis.call('HSET', key, 'state', 'leased', 'owner', owner, 'updated', c.now, 'attempt', attempt,
+    'tries', tonumber(f[6]) + 1, 'begun', begun)
+  at(c, 'leases', expires, id)
+  event(c, f[3], id, agent, attempt, '"event":"state","state":"leased"')
+  local journal = (attempt > 1 or f[7]) and redis.call('HGETALL', c.P .. ':j:' .. id) or {}
+  return {id, f[1], attempt, f[2], begun, journal}
 end
 
 -- owner, lease (ms), count, cap an agent, sleep (1: be woken when there is work), woken (turn of the
 -- wake that led here, or 0), 'all' then agent and room in pairs where room is below the cap, or
--- 'only' then agents → now, expires, leases, next due
+-- 'only' then agents → now, expires, leases, next due, whether there is more
 function op.lease(c, a)
   local owner, lease_ms, wanted, cap = a[1], tonumber(a[2]), tonumber(a[3]), tonumber(a[4])
   local sleeps, woken, mode = a[5] == '1', tonumber(a[6]), a[7]
@@ -92,31 +87,35 @@ function op.lease(c, a)
     agents = redis.call('ZRANGE', c.P .. ':ready', 0, wanted + (#a - 7) / 2 - 1)
   end
   local found, expires = {}, c.now + lease_ms
-  repeat  -- one of each agent a round, so that a deep mailbox starves nobody
+  repeat  -- each agent its share a round, so that a deep mailbox starves nobody
     local any = false
+    local share = math.max(1, math.floor((wanted - #found) / #agents))
     for _, agent in ipairs(agents) do
-      local left = room[agent] or cap
-      if #found < wanted and left > 0 then
-        local one = lease_one(c, agent, owner, expires)
-        if one then
-          found[#found + 1] = one
-          any = true
-          room[agent] = left - 1
-          redis.call('ZADD', c.P .. ':ready', 'XX', c.now + #found / 1e4, agent)
-        else
+      local most = math.min(share, room[agent] or cap, wanted - #found)
+      if most > 0 then
+        local popped = redis.call('ZPOPMIN', c.P .. ':r:' .. agent, most)
+        for i = 1, #popped, 2 do
+          found[#found + 1] = hand_out(c, popped[i], agent, owner, expires)
+        end
+        if #popped / 2 < most then  -- it has no more
+          redis.call('ZREM', c.P .. ':ready', agent)
           room[agent] = 0
+        else
+          any = true
+          room[agent] = (room[agent] or cap) - most
+          redis.call('ZADD', c.P .. ':ready', 'XX', c.now + #found / 1e4, agent)
         end
       end
     end
   until not any or #found >= wanted
-  if #found == 0 then
+  local more = redis.call('EXISTS', c.P .. ':ready')
+  if #found < wanted then
     -- What this host has no room for another may take; a wake is not handed on for ever.
-    if woken > 0 and woken < 8 and redis.call('EXISTS', c.P .. ':ready') == 1 then
-      wake_one(c, woken + 1)
-    end
+    if #found == 0 and more == 1 and woken > 0 and woken < 8 then wake_one(c, woken + 1) end
     if sleeps then redis.call('SADD', c.P .. ':sleepers', owner) end
   end
-  return {c.now, expires, found, #found == 0 and first_due(c) or ''}
+  local due = agenda[c.P].due
+  return {c.now, expires, found, due < math.huge and string.format('%.0f', due) or '', more}
 end
 
 -- lease (ms), then id and attempt in pairs → expires, then each one's state
@@ -125,7 +124,7 @@ function op.renew(c, a)
   local states = {expires}
   for i = 2, #a, 2 do
     local state = fence(c, a[i], a[i + 1])
-    if state == 'ok' then redis.call('ZADD', c.P .. ':leases', expires, a[i]) end
+    if state == 'ok' then at(c, 'leases', expires, a[i]) end
     states[#states + 1] = state
   end
   return states
@@ -134,55 +133,63 @@ end
 -- id, attempt, name, value, usage
 function op.record(c, a)
   local id = a[1]
-  local state = fence(c, id, a[2])
-  if state ~= 'ok' then return {state} end
+  local held, t = fence(c, id, a[2])
+  if held ~= 'ok' then return {held} end
   local journal = c.P .. ':j:' .. id
-  if redis.call('HLEN', journal) >= c.steps then return {'steps'} end
   redis.call('HSET', journal, a[3], a[4])
-  local f = get(c, id, 'root', 'agent')
-  event(c, f[1], id, f[2], a[2], '"event":"step","step":' .. cjson.encode(a[3]))
-  local limit = charge(c, id, f[1], a[5])
+  if redis.call('HLEN', journal) > c.steps then
+    redis.call('HDEL', journal, a[3])
+    return {'steps'}
+  end
+  event(c, t.root, id, t.agent, a[2], '"event":"step","step":' .. cjson.encode(a[3]))
+  local limit = charge(c, id, t.root, a[5], 0)
   if limit then return {'budget', limit} end
   return {'ok'}
 end
 
 -- id, attempt, event (the inside of a JSON object)
 function op.emit(c, a)
-  local state = fence(c, a[1], a[2])
-  if state ~= 'ok' then return {state} end
-  local f = get(c, a[1], 'root', 'agent')
-  event(c, f[1], a[1], f[2], a[2], a[3])
+  local held, t = fence(c, a[1], a[2])
+  if held ~= 'ok' then return {held} end
+  event(c, t.root, a[1], t.agent, a[2], a[3])
   return {'ok'}
 end
 
+-- Steps that were still to be journalled when their task ended: a JSON list of names.
+local function tell_steps(c, t, id, attempt, steps)
+  if steps == '' then return end
+  for _, name in ipairs(cjson.decode(steps)) do
+    event(c, t.root, id, t.agent, attempt, '"event":"step","step":' .. cjson.encode(name))
+  end
+end
+
 -- A lease ends in waiting. A wait is no failure: the attempt does not count against the limit.
-local function park(c, id, awaits, delegate)
+local function park(c, id, t, awaits, delegate)
   redis.call('ZREM', c.P .. ':leases', id)
-  redis.call('HINCRBY', c.P .. ':t:' .. id, 'tries', -1)
   redis.call('HSET', c.P .. ':t:' .. id, 'state', 'waiting', 'owner', '', 'updated', c.now,
-    'awaits', awaits, 'delegate', delegate)
-  state_event(c, id, 'waiting')
+    'tries', t.tries - 1, 'awaits', awaits, 'delegate', delegate)
 end
 
 -- Decode children and refuse them if their root has not the means.
-local function children_of(c, id, a, from)
+local function children_of(c, root, a, from)
   local children, fresh = {}, 0
   for i = from, #a do
     children[#children + 1] = cjson.decode(a[i])
     if redis.call('EXISTS', c.P .. ':t:' .. children[#children].id) == 0 then fresh = fresh + 1 end
   end
-  return children, fresh > 0 and over(c, get(c, id, 'root')[1], fresh) or nil
+  return children, fresh > 0 and over(c, root, fresh) or nil
 end
 
 -- id, attempt, till (ms of the caller's clock or ''), signals (a JSON list or ''), children
 function op.wait_on(c, a)
   local id, till, awaits = a[1], a[3], a[4]
-  local state = fence(c, id, a[2])
-  if state ~= 'ok' then return {state} end
-  local children, limit = children_of(c, id, a, 5)
+  local held, t = fence(c, id, a[2])
+  if held ~= 'ok' then return {held} end
+  local children, limit = children_of(c, t.root, a, 5)
   if limit then return {'budget', limit} end
-  for i, child in ipairs(children) do add(c, a[i + 4], child, '', '') end
-  park(c, id, awaits, '')
+  for i, child in ipairs(children) do add(c, a[i + 4], child, '', '', nil, true) end
+  park(c, id, t, awaits, '')
+  state_event(c, t.root, id, t.agent, a[2], 'waiting')
   local heard = false
   for _, name in ipairs(awaits ~= '' and cjson.decode(awaits) or {}) do
     heard = heard or redis.call('HEXISTS', c.P .. ':j:' .. id, 'signal:' .. name) == 1
@@ -190,50 +197,49 @@ function op.wait_on(c, a)
   if heard or till == '' and awaits == '' and redis.call('EXISTS', c.P .. ':p:' .. id) == 0 then
     ready_again(c, id)
   elseif till ~= '' then
-    redis.call('ZADD', c.P .. ':delayed', tonumber(till) + c.shift, id)
+    at(c, 'delayed', tonumber(till) + c.shift, id)
   end
   return {'ok'}
 end
 
--- id, attempt, child: whose end will be this task's
+-- id, attempt, usage, steps, child: whose end will be this task's
 function op.delegate(c, a)
   local id = a[1]
-  local state = fence(c, id, a[2])
-  if state ~= 'ok' then return {state} end
-  local children, limit = children_of(c, id, a, 3)
-  if limit then return {'budget', limit} end
-  local child = children[1]
-  add(c, a[3], child, '', '')
-  park(c, id, '', child.id)
+  local held, t = fence(c, id, a[2])
+  if held ~= 'ok' then return {held} end
+  local child = cjson.decode(a[5])
   local f = get(c, child.id, 'state', 'result', 'error')
-  if TERMINAL[f[1]] then  -- an earlier attempt handed on already, and waited
+  tell_steps(c, t, id, a[2], a[4])
+  local limit = charge(c, id, t.root, a[3], f[1] and 0 or 1)
+  if limit then return {'budget', limit} end
+  if not f[1] then add(c, a[5], child, '', '', t, false) end
+  park(c, id, t, '', child.id)
+  if f[1] and TERMINAL[f[1]] then  -- an earlier attempt handed on already, and waited
     remember(c, id, a[2], '', f[1], f[3] ~= '' and f[3] or nil)
     finish(c, id, f[1], f[2], f[3])
   end
   return {'ok'}
 end
 
--- id, attempt, state, result, error, usage, number of board writes, those, children
+-- id, attempt, state, result, error, usage, steps, number of board writes, those, children
 function op.complete(c, a)
   local id, attempt, state, result, err, usage = a[1], a[2], a[3], a[4], a[5], a[6]
-  local held = fence(c, id, attempt)
+  local held, t = fence(c, id, attempt)
   if held ~= 'ok' then return {held} end
-  local f = get(c, id, 'root', 'owner')
-  if state == 'done' then  -- steps are written behind: what the last one cost is known here
-    local spent = over(c, f[1], 0)
-    if spent then return {'budget', spent} end
-  end
-  local writes, at = tonumber(a[7]), 8
+  local writes, at = tonumber(a[8]), 9
   for i = 1, writes do  -- board writes: key, expected version or '', value or '', ttl or ''
     local key, expect = a[at], a[at + 1]
     local version = redis.call('HGET', key, 'version') or '0'
     if expect ~= '' and expect ~= version then return {'conflict', key, version} end
     at = at + 4
   end
-  local children, limit = children_of(c, id, a, at)
+  local children, limit = children_of(c, t.root, a, at)
   if limit then return {'budget', limit} end
-  for i, child in ipairs(children) do add(c, a[at + i - 1], child, '', '') end
-  at = 8
+  tell_steps(c, t, id, attempt, a[7])
+  local spent = charge(c, id, t.root, usage, 0)
+  if spent and state == 'done' then return {'budget', spent} end
+  for i, child in ipairs(children) do add(c, a[at + i - 1], child, '', '', nil, true) end
+  at = 9
   for i = 1, writes do
     local key, value, ttl = a[at], a[at + 2], a[at + 3]
     local version = redis.call('HINCRBY', key, 'version', 1)
@@ -242,8 +248,7 @@ function op.complete(c, a)
     redis.call('PUBLISH', c.P .. ':board', key .. '\0' .. version)
     at = at + 4
   end
-  charge(c, id, f[1], usage)
-  remember(c, id, attempt, f[2], state, err ~= '' and err or nil)
+  remember(c, id, attempt, t.owner, state, err ~= '' and err or nil)
   finish(c, id, state, result, err)
   return {'ok'}
 end
@@ -251,38 +256,36 @@ end
 -- id, attempt, error, delay (ms)
 function op.retry(c, a)
   local id, attempt, err = a[1], a[2], a[3]
-  local held = fence(c, id, attempt)
+  local held, t = fence(c, id, attempt)
   if held ~= 'ok' then return {held} end
-  local f = get(c, id, 'tries', 'max', 'owner')
-  remember(c, id, attempt, f[3], 'retry', err)
-  if tonumber(f[1]) >= tonumber(f[2]) then
+  remember(c, id, attempt, t.owner, 'retry', err)
+  if t.tries >= t.max then
     finish(c, id, 'dead', '', err)
     return {'ok', 'dead'}
   end
   redis.call('ZREM', c.P .. ':leases', id)
-  redis.call('ZADD', c.P .. ':delayed', c.now + tonumber(a[4]), id)
+  at(c, 'delayed', c.now + tonumber(a[4]), id)
   redis.call('HSET', c.P .. ':t:' .. id, 'state', 'scheduled', 'owner', '', 'updated', c.now,
     'error', err)
-  state_event(c, id, 'scheduled', err)
+  state_event(c, t.root, id, t.agent, attempt, 'scheduled', err)
   return {'ok', 'scheduled'}
 end
 
 -- id, attempt, delay (ms), note or '': given back untouched; the attempt does not count
 function op.release(c, a)
   local id, delay = a[1], tonumber(a[3])
-  local held = fence(c, id, a[2])
+  local held, t = fence(c, id, a[2])
   if held ~= 'ok' then return {held} end
   local key = c.P .. ':t:' .. id
-  if a[4] ~= '' then remember(c, id, a[2], get(c, id, 'owner')[1], 'released', a[4]) end
+  if a[4] ~= '' then remember(c, id, a[2], t.owner, 'released', a[4]) end
   redis.call('ZREM', c.P .. ':leases', id)
-  redis.call('HINCRBY', key, 'tries', -1)
-  redis.call('HSET', key, 'owner', '', 'updated', c.now)
+  redis.call('HSET', key, 'tries', t.tries - 1, 'owner', '', 'updated', c.now)
   if delay > 0 then
     redis.call('HSET', key, 'state', 'scheduled')
-    redis.call('ZADD', c.P .. ':delayed', c.now + delay, id)
+    at(c, 'delayed', c.now + delay, id)
   else
     ready_again(c, id)
   end
-  state_event(c, id, delay > 0 and 'scheduled' or 'queued', a[4])
+  state_event(c, t.root, id, t.agent, a[2], delay > 0 and 'scheduled' or 'queued', a[4])
   return {'ok'}
 end

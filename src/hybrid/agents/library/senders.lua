@@ -38,7 +38,7 @@ function op.view(c, a)
 end
 
 local function cancel_tree(c, id, reason)
-  local f = get(c, id, 'state', 'attempt', 'owner')
+  local f = get(c, id, 'state', 'attempt', 'owner', 'delegate')
   if not f[1] then return end
   if not TERMINAL[f[1]] then
     remember(c, id, f[2], f[3], 'cancelled', reason)
@@ -47,6 +47,7 @@ local function cancel_tree(c, id, reason)
   for _, child in ipairs(redis.call('SMEMBERS', c.P .. ':c:' .. id)) do
     cancel_tree(c, child, reason)
   end
+  if f[4] and f[4] ~= '' then cancel_tree(c, f[4], reason) end
 end
 
 -- id, reason
@@ -63,6 +64,7 @@ function op.signal(c, a)
   if TERMINAL[f[1]] then return {'over', f[1]} end
   if redis.call('HLEN', c.P .. ':j:' .. id) >= c.steps then return {'steps'} end
   if redis.call('HSETNX', c.P .. ':j:' .. id, 'signal:' .. name, a[3]) == 1 then
+    redis.call('HSET', c.P .. ':t:' .. id, 'heard', '1')
     event(c, f[3], id, f[4], f[5], '"event":"signal","name":' .. cjson.encode(name))
   end
   if f[1] == 'waiting' and f[2] and f[2] ~= '' then  -- it looks for itself whether it was meant
@@ -76,7 +78,7 @@ end
 function op.recur(c, a)
   local key = c.P .. ':recur:' .. a[1]
   redis.call('HSET', key, 'every', a[2], 'timeout', a[4], 'rest', a[5])
-  redis.call('ZADD', c.P .. ':recurring', tonumber(a[3]) + c.shift, a[1])
+  at(c, 'recurring', tonumber(a[3]) + c.shift, a[1])
   c.woken = c.woken + 1
   return {'ok'}
 end
@@ -107,7 +109,7 @@ local function occur(c, name)
   end
   local every = tonumber(f[1])
   local latest = due + math.floor((c.now - due) / every) * every
-  redis.call('ZADD', c.P .. ':recurring', latest + every, name)
+  at(c, 'recurring', latest + every, name)
   local id = redis.sha1hex(name .. '\0' .. string.format('%.0f', latest)):sub(1, 32)
   local deadline = 'null'
   if f[2] ~= '' then

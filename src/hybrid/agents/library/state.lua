@@ -9,7 +9,7 @@
 --   t:ID   hash    envelope, state, attempt (fencing token), tries (counted attempts), owner, …
 --   j:ID   hash    journal: finished steps, children's outcomes by child id, signals by name
 --   h:ID   list    history: one JSON object an attempt
---   c:ID   set     children           p:ID  set   children not finished yet
+--   c:ID   set     children waited for      p:ID  set   those not finished yet
 --   r:AGENT zset   ready, by priority then age
 --   ready  zset    agents that have ready tasks, by when they were last served
 --   delayed, leases, deadlines  zset  ids by time
@@ -17,7 +17,7 @@
 --   i:…    string  idempotency key → id
 --   b:ROOT hash    what a root and all beneath it have spent, and may spend
 --   e:ROOT stream  what happens to a root and all beneath it
---   open, tenants  hash  unfinished tasks an agent, a tenant
+--   open, tenants  hash  unfinished tasks an agent; unfinished root tasks a tenant
 --   dead:AGENT zset the dead letter
 --   recurring zset, recur:NAME hash  schedules by when they are next due
 --   sleepers set   hosts that wait for work
@@ -46,15 +46,13 @@ end
 local function event(c, root, id, agent, attempt, more)
   if c.events == 0 then return end
   redis.call('XADD', c.P .. ':e:' .. root, 'MAXLEN', '~', c.events, '*', 'd', '{"task":"' .. id
-    .. '","agent":' .. cjson.encode(agent) .. ',"attempt":' .. attempt .. ',"at":'
-    .. string.format('%.3f', c.now / 1000) .. ',' .. more .. '}')
+    .. '","agent":' .. cjson.encode(agent) .. ',"attempt":' .. attempt .. ',' .. more .. '}')
 end
 
-local function state_event(c, id, state, err)
-  local f = get(c, id, 'root', 'agent', 'attempt')
+local function state_event(c, root, id, agent, attempt, state, err)
   local more = '"event":"state","state":"' .. state .. '"'
   if err and err ~= '' then more = more .. ',"error":' .. cjson.encode(err) end
-  event(c, f[1], id, f[2], f[3], more)
+  event(c, root, id, agent, attempt, more)
 end
 
 -- One sleeping host hears that there is work. `turn` counts how often this wake was handed on.
@@ -70,9 +68,8 @@ local function conversation_key(c, agent, tenant, conversation)
   return c.P .. ':q:' .. agent .. '\0' .. tenant .. '\0' .. conversation
 end
 
--- Put a task where a lease finds it.
-local function make_ready(c, id, agent, priority, since)
-  redis.call('HSET', c.P .. ':t:' .. id, 'state', 'queued', 'ready_at', c.now)
+-- Put a task, whose state says so already, where a lease finds it.
+local function line_up(c, id, agent, priority, since)
   redis.call('ZADD', c.P .. ':r:' .. agent, since - priority * 1e13, id)
   redis.call('ZADD', c.P .. ':ready', 'NX', 0, agent)
   c.woken = c.woken + 1  -- at the end of the call, if a lease in it has not taken the work
@@ -80,7 +77,8 @@ end
 
 local function ready_again(c, id)
   local f = get(c, id, 'agent', 'priority', 'since')
-  make_ready(c, id, f[1], tonumber(f[2]), tonumber(f[3]))
+  redis.call('HSET', c.P .. ':t:' .. id, 'state', 'queued', 'owner', '', 'ready_at', c.now)
+  line_up(c, id, f[1], tonumber(f[2]), tonumber(f[3]))
 end
 
 local function leave_ready(c, id, agent)
@@ -104,21 +102,32 @@ local function count(c, hash, field, by)
   end
 end
 
-local PARTS = {'t', 'j', 'h', 'c', 'p'}
+-- When time next has something to do in a partition, as far as this server knows: never later
+-- than the truth, but for what a former primary did, which a look each second finds.
+local agenda = {}
+
+local function at(c, set, score, member)
+  redis.call('ZADD', c.P .. ':' .. set, score, member)
+  local known = agenda[c.P]
+  if known and score < known.due then known.due = score end
+end
+
+local finish
 
 -- The end of a task: out of every set, the next of its conversation in, its parent told.
-local function finish(c, id, state, result, err)
+function finish(c, id, state, result, err)
   local P, key = c.P, c.P .. ':t:' .. id
-  local f = get(c, id, 'agent', 'tenant', 'conversation', 'parent', 'root', 'state', 'owner', 'ikey')
+  local f = get(c, id, 'agent', 'tenant', 'conversation', 'parent', 'root', 'state', 'owner', 'ikey',
+    'attempt', 'deadline', 'children')
   local agent, parent, before = f[1], f[4], f[6]
   redis.call('HSET', key, 'state', state, 'result', result, 'error', err, 'updated', c.now,
     'owner', '')
   if before == 'queued' then leave_ready(c, id, agent) end
   if before == 'leased' then redis.call('ZREM', P .. ':leases', id) end
   if before == 'scheduled' or before == 'waiting' then redis.call('ZREM', P .. ':delayed', id) end
-  redis.call('ZREM', P .. ':deadlines', id)
+  if f[10] ~= '0' then redis.call('ZREM', P .. ':deadlines', id) end
   count(c, 'open', agent, -1)
-  count(c, 'tenants', f[2], -1)
+  if parent == '' then count(c, 'tenants', f[2], -1) end
   if state == 'dead' then
     local dead = P .. ':dead:' .. agent
     redis.call('ZADD', dead, c.now, id)
@@ -136,11 +145,15 @@ local function finish(c, id, state, result, err)
       if get(c, next_id, 'state')[1] == 'queued' then ready_again(c, next_id) end
     end
   end
-  state_event(c, id, state, err)
-  for _, part in ipairs(PARTS) do
-    redis.call('PEXPIRE', P .. ':' .. part .. ':' .. id, c.retain)
+  state_event(c, f[5], id, agent, f[9], state, err)
+  redis.call('PEXPIRE', key, c.retain)
+  redis.call('PEXPIRE', P .. ':j:' .. id, c.retain)
+  redis.call('PEXPIRE', P .. ':h:' .. id, c.retain)
+  if f[11] then
+    redis.call('PEXPIRE', P .. ':c:' .. id, c.retain)
+    redis.call('PEXPIRE', P .. ':p:' .. id, c.retain)
   end
-  if f[8] and f[8] ~= '' then redis.call('PEXPIRE', f[8], c.retain) end
+  if f[8] ~= '' then redis.call('PEXPIRE', f[8], c.retain) end
   if parent == '' then
     redis.call('PEXPIRE', P .. ':b:' .. id, c.retain)
     redis.call('PEXPIRE', P .. ':e:' .. id, c.retain)
@@ -150,15 +163,16 @@ local function finish(c, id, state, result, err)
   redis.call('PUBLISH', P .. ':ended:inner', id .. ' ' .. state)
   local p = get(c, parent, 'state', 'delegate', 'attempt')
   if not p[1] or TERMINAL[p[1]] then return end
+  if p[1] == 'waiting' and p[2] == id then  -- handed on: the child's end is the parent's
+    remember(c, parent, p[3], '', state, err ~= '' and err or nil)
+    finish(c, parent, state, result, err)
+    return
+  end
+  redis.call('SREM', P .. ':p:' .. parent, id)
   redis.call('HSET', P .. ':j:' .. parent, id, '{"state":"' .. state .. '","result":'
     .. (result == '' and 'null' or result) .. ',"error":'
     .. (err == '' and 'null' or cjson.encode(err)) .. '}')
-  redis.call('SREM', P .. ':p:' .. parent, id)
-  if p[1] ~= 'waiting' then return end
-  if p[2] == id then  -- handed on: the child's end is the parent's
-    remember(c, parent, p[3], '', state, err ~= '' and err or nil)
-    finish(c, parent, state, result, err)
-  elseif redis.call('EXISTS', P .. ':p:' .. parent) == 0 then
+  if p[1] == 'waiting' and redis.call('EXISTS', P .. ':p:' .. parent) == 0 then
     redis.call('ZREM', P .. ':delayed', parent)
     ready_again(c, parent)
   end
@@ -174,68 +188,77 @@ local function over(c, root, hops)
   return nil
 end
 
--- Charge a root; returns which limit is passed, if one is.
-local function charge(c, id, root, usage)
-  if usage == '' then return nil end
+-- Charge a root; returns the limit that is passed, if one is, with `hops` more tasks beneath it.
+local function charge(c, id, root, usage, hops)
+  if usage == '' then return over(c, root, hops) end
   for name, amount in pairs(cjson.decode(usage)) do
-    redis.call('HINCRBYFLOAT', c.P .. ':b:' .. root, name, amount)
+    if name == 'tokens' or name == 'usd' then
+      redis.call('HINCRBYFLOAT', c.P .. ':b:' .. root, name, amount)
+    end
     redis.call('HINCRBYFLOAT', c.P .. ':t:' .. id, 'u:' .. name, amount)
   end
-  return over(c, root, 0)
+  return over(c, root, hops)
 end
 
 -- Store a new task, unless it is there. The envelope stays the text it came as. Times in it are of
--- the sender's clock; what counts is kept in the server's.
-local function add(c, envelope, task, fingerprint, ikey)
+-- the sender's clock; what counts is kept in the server's. `above` is the fence of a parent that
+-- ends with it; `waited`: whether the parent needs to know its outcome.
+local function add(c, envelope, task, fingerprint, ikey, above, waited)
   local P, id, agent, parent = c.P, task.id, task.agent, text(task.parent)
-  local key = P .. ':t:' .. id
-  if redis.call('EXISTS', key) == 1 then return end
+  local key, root = P .. ':t:' .. id, task.root
+  if not above and redis.call('EXISTS', key) == 1 then return end
+  local conversation = ''
   if parent == '' then
-    redis.call('HSET', P .. ':b:' .. task.root, 'max_tokens', text(task.budget.tokens), 'max_usd',
+    conversation = text(task.conversation)
+    redis.call('HSET', P .. ':b:' .. root, 'max_tokens', text(task.budget.tokens), 'max_usd',
       text(task.budget.usd), 'max_hops', text(task.budget.hops))
-  end
-  redis.call('HINCRBY', P .. ':b:' .. task.root, 'hops', 1)
-  local conversation = text(task.conversation)
-  if parent ~= '' then
-    conversation = ''
+  elseif waited then
     redis.call('SADD', P .. ':c:' .. parent, id)
     redis.call('SADD', P .. ':p:' .. parent, id)
+    redis.call('HSET', P .. ':t:' .. parent, 'children', '1')
   end
+  redis.call('HINCRBY', P .. ':b:' .. root, 'hops', 1)
   local priority = math.max(-100, math.min(100, number(task.priority, 0)))
   local deadline = number(task.deadline, 0) * 1000
   if deadline > 0 then
     deadline = deadline + c.shift
-    redis.call('ZADD', P .. ':deadlines', deadline, id)
+    -- The deadline of who ends with it ends it too.
+    if not above or above.deadline == 0 or deadline < above.deadline - 100 then
+      at(c, 'deadlines', deadline, id)
+    end
   end
+  local due = number(task.not_before, 0) * 1000
+  if due > 0 then due = due + c.shift end
+  local state = due > c.now and 'scheduled' or 'queued'
   redis.call('HSET', key, 'envelope', envelope, 'agent', agent, 'tenant', task.tenant,
-    'conversation', conversation, 'parent', parent, 'root', task.root, 'priority', priority,
+    'conversation', conversation, 'parent', parent, 'root', root, 'priority', priority,
     'since', c.now, 'attempt', 0, 'tries', 0, 'max', number(task.max_attempts, c.attempts),
-    'deadline', string.format('%.0f', deadline), 'owner', '', 'result', '', 'error', '',
-    'updated', c.now, 'state', 'queued', 'fingerprint', fingerprint, 'ikey', ikey)
+    'deadline', deadline > 0 and string.format('%.0f', deadline) or '0', 'owner', '',
+    'result', '', 'error', '', 'updated', c.now, 'state', state, 'ready_at', c.now,
+    'fingerprint', fingerprint, 'ikey', ikey)
   count(c, 'open', agent, 1)
-  count(c, 'tenants', task.tenant, 1)
+  if parent == '' then count(c, 'tenants', task.tenant, 1) end
   local first = true
   if conversation ~= '' then
     first = redis.call('RPUSH', conversation_key(c, agent, task.tenant, conversation), id) == 1
   end
-  local due = number(task.not_before, 0) * 1000
-  if due > 0 then due = due + c.shift end
-  local state = 'queued'
-  if due > c.now then
-    state = 'scheduled'
-    redis.call('HSET', key, 'state', state)
-    redis.call('ZADD', P .. ':delayed', due, id)
+  if state == 'scheduled' then
+    at(c, 'delayed', due, id)
   elseif first then
-    make_ready(c, id, agent, priority, c.now)
+    line_up(c, id, agent, priority, c.now)
   end
-  event(c, task.root, id, agent, 0, '"event":"state","state":"' .. state .. '"')
+  event(c, root, id, agent, 0, '"event":"state","state":"' .. state .. '"')
 end
 
--- 'ok' when the caller holds the lease, else why not.
+-- 'ok' when the caller holds the lease, else why not; and what the caller needs of the task.
 local function fence(c, id, attempt)
-  local f = get(c, id, 'state', 'attempt')
+  local f = get(c, id, 'state', 'attempt', 'root', 'agent', 'owner', 'tries', 'max',
+    'deadline')
   if not f[1] then return 'missing' end
   if f[1] == 'cancelled' then return 'cancelled' end
   if f[1] ~= 'leased' or f[2] ~= attempt then return 'stale' end
-  return 'ok'
+  return 'ok', {
+    root = f[3], agent = f[4], owner = f[5], tries = tonumber(f[6]), max = tonumber(f[7]),
+    deadline = tonumber(f[8])
+  }
 end

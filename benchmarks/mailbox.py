@@ -1,0 +1,425 @@
+"""Five agents in a row, every message durable: our mailbox against Ray actors and frameworks.
+
+    python benchmarks/mailbox.py [--quick] [--json -] [--langgraph PYTHON] [--autogen PYTHON]
+
+The chain is route → search → reason → verify → respond; each hop calls a scripted model. Ours runs
+in two host processes with everything on: journal, fencing, budgets, events, fsync. The peers:
+
+- bare Ray actors in two processes, not durable: nested calls, and calls pipelined by the driver;
+  the faster of both counts
+- the same actors writing each hop through to the same kind of store (the fair peer)
+- LangGraph with its SQLite checkpointer and durability "sync", and AutoGen core (in process, not
+  durable), each by the Python interpreter that has it; skipped when not given
+
+All are measured in turn, several rounds; medians count. `…_p50_…` are ratios of the time of one
+chain (below 1, ours is faster), `…_rate_…` of chains a second when hundreds are asked for at once
+(above 1, ours is faster).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from chain_agents import HOPS, run
+
+from hybrid import config
+from hybrid.agents.mailbox import Mailbox
+from hybrid.agents.spec import SpecStore
+from hybrid.agents.store import EmbeddedStore, connect
+from hybrid.agents.task import Budget, Task
+from hybrid.config import AgentConfig
+
+HERE = Path(__file__).parent
+HOSTS = 2
+SETTINGS = {"agents": {"swarm": {"concurrency": 256}}}
+BUDGET = Budget(tokens=1_000_000, hops=32)
+Chain = Callable[[], Awaitable[Any]]
+
+
+async def measure(chain: Chain, one: int, many: int) -> tuple[list[float], float]:
+    """Seconds of chains one after another, and chains a second when `many` are asked at once."""
+    for _ in range(5):
+        await chain()
+    times = []
+    for _ in range(one):
+        start = time.perf_counter()
+        await chain()
+        times.append(time.perf_counter() - start)
+    start = time.perf_counter()
+    await asyncio.gather(*(chain() for _ in range(many)))
+    return times, many / (time.perf_counter() - start)
+
+
+# --- ours -----------------------------------------------------------------------------------------
+
+
+class Ours:
+    """Two host processes on an embedded store."""
+
+    def __init__(self, fsync: str) -> None:
+        self.fsync = fsync
+        self.hops: list[list[float]] = []
+        self.hosts: dict[str, float] = {}
+        self.commands: dict[str, float] = {}
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Chain]:
+        with (
+            tempfile.TemporaryDirectory(prefix="hybrid-bench-") as folder,
+            EmbeddedStore(Path(folder), fsync=self.fsync) as store,  # type: ignore[arg-type]
+        ):
+            client = connect(store.url)
+            project = config.parse({"run": {"name": "b"}, "model": {"name": "m"}, **SETTINGS})
+            self.mailbox = mailbox = Mailbox(client, project.store)
+            await mailbox.install()
+            spec = AgentConfig(behaviour="chain_agents.hop", max_concurrency=256)
+            stamp = AgentConfig(behaviour="chain_agents.stamp", max_concurrency=256)
+            await SpecStore(client).apply_file({**dict.fromkeys(HOPS, spec), "stamp": stamp})
+            command = [sys.executable, str(HERE / "chain_agents.py"), store.url]
+            command.append(json.dumps(SETTINGS))
+            hosts = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(HOSTS)]
+            try:
+                await mailbox.run(self.task(), 60)
+                yield self.chain
+                await self.read_server(client)
+            finally:
+                for host in hosts:
+                    host.send_signal(signal.SIGTERM)
+                for host in hosts:
+                    out, _ = host.communicate(timeout=30)
+                    for name, value in json.loads(out).items():
+                        self.hosts[name] = self.hosts.get(name, 0) + value
+                await mailbox.close()
+                await client.aclose()
+
+    @staticmethod
+    def task() -> Task:
+        return Task(agent=HOPS[0], input=["hi", []], budget=BUDGET, deadline=time.time() + 60)
+
+    async def chain(self) -> None:
+        start = time.perf_counter()
+        view = await self.mailbox.run(self.task(), 60)
+        end = time.perf_counter()
+        assert view.state == "done", view
+        text, times = view.result
+        assert text == "hi" + "." * len(HOPS)
+        self.hops.append([b - a for a, b in zip([start, *times], [*times, end], strict=True)])
+
+    async def waiting(self, depth: int) -> list[float]:
+        """Seconds from submit to the handler's start, with so many submitted at once."""
+
+        async def one() -> float:
+            start = time.perf_counter()
+            task = Task(agent="stamp", input=None, deadline=time.time() + 60)
+            view = await self.mailbox.run(task, 60)
+            return float(view.result) - start
+
+        return list(await asyncio.gather(*(one() for _ in range(depth))))
+
+    async def read_server(self, client: Any) -> None:
+        stats = await client.info("commandstats")
+        for name in ("fcall", "publish"):
+            entry = stats.get(f"cmdstat_{name}")
+            if entry:
+                self.commands[name] = entry["usec_per_call"]
+
+
+# --- peers ----------------------------------------------------------------------------------------
+
+
+def ray_actor() -> Any:
+    """The class of a peer's actor: all agents of the chain, one process."""
+    import ray
+
+    class Peer:
+        def __init__(self, url: str | None) -> None:
+            self.store: Any = connect(url) if url else None
+            self.others: list[Any] = []
+
+        def meet(self, others: list[Any]) -> None:
+            self.others = others
+
+        async def nested(self, chain: str, text: str, at: int) -> str:
+            text = await self.hop(chain, text, at)
+            if at == len(HOPS) - 1:
+                return text
+            return str(
+                await self.others[(at + 1) % len(self.others)].nested.remote(chain, text, at + 1)
+            )
+
+        async def hop(self, chain: str, text: str, at: int) -> str:
+            text += "."
+            if self.store is not None:
+                await self.store.hset(f"chain:{chain}", HOPS[at], text)
+            return text
+
+    return ray.remote(num_cpus=0, max_concurrency=1000)(Peer)
+
+
+@contextlib.contextmanager
+def ray_peers(url: str | None) -> Iterator[dict[str, Chain]]:
+    """Chains over two actor processes, by how they are called."""
+    import ray
+
+    actor = ray_actor()
+    peers = [actor.remote(url) for _ in range(HOSTS)]
+    ray.get([p.meet.remote(peers) for p in peers])
+    counter = iter(range(1 << 60))
+
+    async def nested() -> None:
+        text = await peers[0].nested.remote(str(next(counter)), "hi", 0)
+        assert text == "hi" + "." * len(HOPS)
+
+    async def pipelined() -> None:
+        name, said = str(next(counter)), "hi"
+        for at in range(len(HOPS)):
+            said = peers[at % HOSTS].hop.remote(name, said, at)
+        assert await said == "hi" + "." * len(HOPS)  # type: ignore[misc]
+
+    yield {"nested": nested, "pipelined": pipelined}
+    for peer in peers:
+        ray.kill(peer)
+
+
+LANGGRAPH = """
+import asyncio, json, os, sys, tempfile, time
+from typing import TypedDict
+from langgraph.graph import StateGraph, START, END
+from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
+class S(TypedDict): x: str
+async def node(s): return {"x": s["x"] + "."}
+async def main(one, many):
+    with tempfile.TemporaryDirectory() as d:
+        async with AsyncSqliteSaver.from_conn_string(os.path.join(d, "c.db")) as saver:
+            g = StateGraph(S); names = ["route", "search", "reason", "verify", "respond"]
+            for n in names: g.add_node(n, node)
+            for a, b in zip([START, *names], [*names, END]): g.add_edge(a, b)
+            app = g.compile(checkpointer=saver)
+            n = iter(range(1 << 60))
+            async def chain():
+                r = await app.ainvoke({"x": "hi"}, {"configurable": {"thread_id": str(next(n))}}, durability="sync")
+                assert r["x"] == "hi.....", r
+"""
+AUTOGEN = """
+import asyncio, json, sys, time
+from dataclasses import dataclass
+from autogen_core import RoutedAgent, message_handler, MessageContext, AgentId, SingleThreadedAgentRuntime
+@dataclass
+class M:
+    x: str
+    hop: int
+class Hop(RoutedAgent):
+    def __init__(self): super().__init__("hop")
+    @message_handler
+    async def h(self, message: M, ctx: MessageContext) -> M:
+        said = M(message.x + ".", message.hop + 1)
+        return said if said.hop == 5 else await self.send_message(said, AgentId(f"hop{said.hop}", "default"))
+async def main(one, many):
+    if True:
+        if True:
+            rt = SingleThreadedAgentRuntime()
+            for i in range(5): await Hop.register(rt, f"hop{i}", lambda: Hop())
+            rt.start()
+            async def chain():
+                r = await rt.send_message(M("hi", 0), AgentId("hop0", "default"))
+                assert r.x == "hi....."
+"""
+MEASURE = """
+            for _ in range(5): await chain()
+            times = []
+            for _ in range(one):
+                t = time.perf_counter(); await chain(); times.append(time.perf_counter() - t)
+            t = time.perf_counter(); await asyncio.gather(*[chain() for _ in range(many)])
+            print(json.dumps([times, many / (time.perf_counter() - t)]))
+asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))
+"""
+
+
+def framework(python: str, program: str, one: int, many: int) -> tuple[list[float], float]:
+    """A framework's chain in a process of its own interpreter."""
+    done = subprocess.run(
+        [python, "-c", program + MEASURE, str(one), str(many)],
+        check=True, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    times, rate = json.loads(done.stdout.splitlines()[-1])
+    return times, rate
+
+
+# --- the comparison -------------------------------------------------------------------------------
+
+
+class Table:
+    """What was measured: seconds of single chains and rates, by name."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+        self.rates: dict[str, list[float]] = {}
+
+    def add(self, name: str, times: list[float], rate: float) -> None:
+        self.times.setdefault(name, []).extend(times)
+        self.rates.setdefault(name, []).append(rate)
+
+    def p50(self, name: str) -> float:
+        return statistics.median(self.times[name]) * 1e3
+
+    def rate(self, name: str) -> float:
+        return statistics.median(self.rates[name])
+
+    def say(self) -> None:
+        for name, times in self.times.items():
+            p99 = sorted(times)[int(len(times) * 0.99)] * 1e3
+            say(f"  {name:34} p50 {self.p50(name):6.2f} ms  p99 {p99:6.2f} ms "
+                f" {self.rate(name):7.0f} chains/s")  # fmt: skip
+
+
+def say(line: str) -> None:
+    """To stderr: stdout is the JSON's."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+async def compare(quick: bool, langgraph: str | None, autogen: str | None) -> Table:
+    """Measure everyone in turn."""
+    import ray
+
+    one, many, rounds = (40, 300, 3) if quick else (100, 600, 5)
+    table = Table()
+    ours = {"ours, fsync always": Ours("always"), "ours, fsync everysec": Ours("everysec")}
+    with tempfile.TemporaryDirectory(prefix="hybrid-bench-") as folder:
+        with EmbeddedStore(Path(folder)) as peer_store, contextlib.ExitStack() as stack:
+            async with contextlib.AsyncExitStack() as running:
+                chains = {
+                    n: await running.enter_async_context(o.running()) for n, o in ours.items()
+                }
+                for label, url in (("", None), (", written through", peer_store.url)):
+                    for how, chain in stack.enter_context(ray_peers(url)).items():
+                        chains[f"ray {how}{label}"] = chain
+                for turn in range(rounds):
+                    for name, chain in chains.items():
+                        table.add(name, *await measure(chain, one, many))
+                    for name, python, program in (
+                        ("langgraph, sqlite, sync", langgraph, LANGGRAPH),
+                        ("autogen core, not durable", autogen, AUTOGEN),
+                    ):
+                        if python:
+                            few = many // 5 if program is LANGGRAPH else many
+                            found = await asyncio.to_thread(framework, python, program, one, few)
+                            table.add(name, *found)
+                    say(f"round {turn + 1} of {rounds}")
+                always = ours["ours, fsync always"]
+                for depth in (1, 100, 1000):
+                    waits = [
+                        w * 1e3
+                        for _ in range(20 if depth == 1 else 2)
+                        for w in await always.waiting(depth)
+                    ]
+                    say(f"  submit → handler start, {depth:4} waiting: p50 "
+                        f"{statistics.median(waits):7.2f} ms, p99 "
+                        f"{sorted(waits)[int(len(waits) * 0.99)]:7.2f} ms")  # fmt: skip
+    ray.shutdown()
+    table.say()
+    for name, o in ours.items():
+        parts = ["submit → route", *(f"→ {h}" for h in HOPS[1:]), "→ answered"]
+        ms = [statistics.median(h[i] for h in o.hops[5 : 5 + one]) * 1e3 for i in range(len(parts))]
+        say(
+            f"  {name}, one at a time: "
+            + ", ".join(f"{p} {m:.2f}" for p, m in zip(parts, ms, strict=True))
+            + " ms"
+        )
+        h = o.hosts
+        say(
+            f"    hosts: {h['calls'] / h['tasks']:.2f} round trips and"
+            f" {h['operations'] / h['tasks']:.2f} operations a hop,"
+            f" {h['cpu_s'] / h['tasks'] * 1e3:.2f} ms of processor time a hop;"
+            f" the store: {o.commands.get('fcall', 0):.0f} µs a call"
+        )
+    return table
+
+
+def claims(table: Table, langgraph: bool, autogen: bool) -> dict[str, Any]:
+    """The ratios."""
+    bare = ("ray nested", "ray pipelined")
+    fair = ("ray nested, written through", "ray pipelined, written through")
+    found: dict[str, Any] = {}
+
+    def p50(name: str, ours: str, peers: tuple[str, ...]) -> None:
+        peer = min(map(table.p50, peers))
+        mine = table.p50(ours)
+        found[name] = {
+            "ours": round(mine, 3),
+            "peer": round(peer, 3),
+            "ratio": round(mine / peer, 3),
+        }
+
+    def rate(name: str, ours: str, peers: tuple[str, ...]) -> None:
+        peer = max(map(table.rate, peers))
+        mine = table.rate(ours)
+        found[name] = {
+            "ours": round(mine, 1),
+            "peer": round(peer, 1),
+            "ratio": round(mine / peer, 2),
+        }
+
+    for suffix, ours in (("", "ours, fsync always"), ("_everysec", "ours, fsync everysec")):
+        p50(f"chain_p50_vs_ray{suffix}", ours, bare)
+        rate(f"chain_rate_vs_ray{suffix}", ours, bare)
+        p50(f"chain_p50_vs_ray_written_through{suffix}", ours, fair)
+        rate(f"chain_rate_vs_ray_written_through{suffix}", ours, fair)
+        if langgraph:
+            rate(f"chain_rate_vs_langgraph{suffix}", ours, ("langgraph, sqlite, sync",))
+        if autogen:
+            rate(f"chain_rate_vs_autogen{suffix}", ours, ("autogen core, not durable",))
+    return found
+
+
+def main() -> None:
+    """Parse, measure, report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, under a minute")
+    parser.add_argument("--json", metavar="-", help="print one JSON object last")
+    parser.add_argument("--langgraph", metavar="PYTHON", help="an interpreter with LangGraph")
+    parser.add_argument("--autogen", metavar="PYTHON", help="an interpreter with AutoGen core")
+    arguments = parser.parse_args()
+    for name in ("langgraph", "autogen"):
+        if not getattr(arguments, name):
+            say(f"{name} is skipped: give --{name} PYTHON, an interpreter that has it")
+    with tempfile.TemporaryDirectory(prefix="hy-") as folder:
+        token = Path(folder) / "token"
+        token.touch(mode=0o600)
+        token.write_text(os.urandom(32).hex())
+        os.environ.update(
+            RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_USAGE_STATS_ENABLED="0",
+            RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", PYTHONPATH=str(HERE),
+        )  # fmt: skip
+        os.environ.pop("RAY_ADDRESS", None)
+        import ray
+
+        ray.init(
+            num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False,
+            object_store_memory=128 << 20, _temp_dir=folder,
+        )  # fmt: skip
+        table = run(compare(arguments.quick, arguments.langgraph, arguments.autogen))
+    found = claims(table, bool(arguments.langgraph), bool(arguments.autogen))
+    for name, claim in found.items():
+        say(f"{name}: {claim['ratio']} (ours {claim['ours']}, peer {claim['peer']})")
+    if arguments.json:
+        sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
