@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from hybrid import config
 from hybrid.agents.behaviour import Context
 from hybrid.agents.host import AgentHost
+from hybrid.agents.host_actor import calm_gc
 from hybrid.agents.steps import Handoff
 from hybrid.testing import ScriptedModelClient
 
@@ -50,6 +51,7 @@ async def host(name: str, url: str, settings: dict[str, Any]) -> None:
     """Host the agents until SIGTERM; then print what the store was asked."""
     project = config.parse({"run": {"name": "chain"}, "model": {"name": "m"}, **settings})
     agents = AgentHost(name, url, project, ScriptedModelClient(answer=model))
+    calm_gc()
     running = asyncio.create_task(agents.run())
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

@@ -160,6 +160,9 @@ def refused(lease: Lease, reply: list[Any]) -> list[Any]:
 
 def read_view(fields: Mapping[str, str], history: Sequence[str]) -> TaskView:
     """A task from its hash and history."""
+    usage = {k[2:]: float(v) for k, v in fields.items() if k.startswith("u:")}
+    for unit, amount in json.loads(fields.get("used") or "{}").items():
+        usage[unit] = usage.get(unit, 0.0) + amount
     return TaskView(
         task=Task.from_json(fields["envelope"]).with_attempt(int(fields["attempt"])),
         state=cast(State, fields["state"]),
@@ -168,5 +171,5 @@ def read_view(fields: Mapping[str, str], history: Sequence[str]) -> TaskView:
         attempts=int(fields["tries"]),
         updated=int(fields["updated"]) / 1000,
         history=tuple(Attempt(**json.loads(entry)) for entry in history),
-        usage={k[2:]: float(v) for k, v in fields.items() if k.startswith("u:")},
+        usage=usage,
     )

@@ -26,6 +26,7 @@ import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.connection import HiredisRespSerializer
 from redis.exceptions import RedisError
 
 from hybrid.errors import Conflict, PortInUse, StoreUnavailable
@@ -234,14 +235,25 @@ def _taken(port: int) -> bool:
     return False
 
 
+class _Connection(redis.asyncio.Connection):
+    """Packs commands in C, as redis-py's blocking connections do: a call of the mailbox has
+    hundreds of arguments."""
+
+    def pack_command(self, *args: Any) -> list[bytes]:
+        packed: list[bytes] = HiredisRespSerializer().pack(*args)
+        return packed
+
+
 def connect(url: str) -> redis.asyncio.Redis:
     """A client over a pool that waits for a free connection rather than raising.
 
     No retries here: a call whose connection broke may have been carried out, and only the caller
     knows whether it can be made twice.
     """
+    plain = {"connection_class": _Connection} if url.startswith("redis://") else {}
     pool = redis.asyncio.BlockingConnectionPool.from_url(
         url,
+        **plain,
         max_connections=_CONNECTIONS,
         timeout=_CALL_TIMEOUT_S,
         decode_responses=True,

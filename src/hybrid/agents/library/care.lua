@@ -36,6 +36,7 @@ local function revive(c, id, deadline)
   if f[1] ~= 'dead' then return false end
   redis.call('ZREM', c.P .. ':dead:' .. f[2], id)
   redis.call('HSET', key, 'tries', 0, 'error', '', 'updated', c.now, 'deadline', deadline,
+    'timed', deadline ~= '0' and '1' or '0',
     'since', c.now)
   redis.call('HDEL', key, 'begun')
   if deadline ~= '0' then at(c, 'deadlines', tonumber(deadline), id) end
@@ -78,7 +79,7 @@ local function batch(keys, args)
   local c = {
     P = keys[1], now = now, retain = tonumber(args[1]), attempts = args[2], depth = tonumber(args[3]),
     tenant_depth = tonumber(args[4]), events = tonumber(args[5]), steps = tonumber(args[6]),
-    shift = now - tonumber(args[7]), woken = 0
+    shift = now - tonumber(args[7]), lined = 0, taken = 0, news = {}, ended = {}
   }
   local replies, at = {}, 8
   while at <= #args do
@@ -88,10 +89,9 @@ local function batch(keys, args)
     at = at + 2 + n
     replies[#replies + 1] = op[name] and op[name](c, a) or {'unknown', name}
   end
-  for _ = 1, math.min(c.woken, 64) do
-    if redis.call('EXISTS', c.P .. ':ready') == 0 and redis.call('EXISTS', c.P .. ':recurring') == 0 then
-      break
-    end
+  tell(c)
+  for _ = 1, math.min(c.lined - c.taken, 64) do
+    if redis.call('EXISTS', c.P .. ':ready', c.P .. ':recurring') == 0 then break end
     wake_one(c, 1)
   end
   return replies

@@ -79,14 +79,16 @@ function op.lease(c, a)
   local sleeps, woken, mode = a[5] == '1', tonumber(a[6]), a[7]
   redis.call('SREM', c.P .. ':sleepers', owner)
   sweep(c)
-  local agents, room = {}, {}
+  local agents, room, more = {}, {}, 0
   if mode == 'only' then
     for i = 8, #a do agents[#agents + 1] = a[i] end
   else
     for i = 8, #a, 2 do room[a[i]] = tonumber(a[i + 1]) end
-    agents = redis.call('ZRANGE', c.P .. ':ready', 0, wanted + (#a - 7) / 2 - 1)
+    local most = wanted + (#a - 7) / 2
+    agents = redis.call('ZRANGE', c.P .. ':ready', 0, most)
+    if #agents > most then more = 1 end
   end
-  local found, expires = {}, c.now + lease_ms
+  local found, expires, left = {}, c.now + lease_ms, #agents
   repeat  -- each agent its share a round, so that a deep mailbox starves nobody
     local any = false
     local share = math.max(1, math.floor((wanted - #found) / #agents))
@@ -100,6 +102,7 @@ function op.lease(c, a)
         if #popped / 2 < most then  -- it has no more
           redis.call('ZREM', c.P .. ':ready', agent)
           room[agent] = 0
+          left = left - 1
         else
           any = true
           room[agent] = (room[agent] or cap) - most
@@ -108,7 +111,8 @@ function op.lease(c, a)
       end
     end
   until not any or #found >= wanted
-  local more = redis.call('EXISTS', c.P .. ':ready')
+  c.taken = c.taken + #found
+  if left > 0 then more = 1 end
   if #found < wanted then
     -- What this host has no room for another may take; a wake is not handed on for ever.
     if #found == 0 and more == 1 and woken > 0 and woken < 8 then wake_one(c, woken + 1) end
@@ -142,7 +146,12 @@ function op.record(c, a)
     return {'steps'}
   end
   event(c, t.root, id, t.agent, a[2], '"event":"step","step":' .. cjson.encode(a[3]))
-  local limit = charge(c, id, t.root, a[5], 0)
+  if a[5] ~= '' then
+    for name, amount in pairs(cjson.decode(a[5])) do
+      redis.call('HINCRBYFLOAT', c.P .. ':t:' .. id, 'u:' .. name, amount)
+    end
+  end
+  local limit = charge(c, t.root, a[5], 0)
   if limit then return {'budget', limit} end
   return {'ok'}
 end
@@ -164,10 +173,10 @@ local function tell_steps(c, t, id, attempt, steps)
 end
 
 -- A lease ends in waiting. A wait is no failure: the attempt does not count against the limit.
-local function park(c, id, t, awaits, delegate)
+local function park(c, id, t, awaits, delegate, used)
   redis.call('ZREM', c.P .. ':leases', id)
   redis.call('HSET', c.P .. ':t:' .. id, 'state', 'waiting', 'owner', '', 'updated', c.now,
-    'tries', t.tries - 1, 'awaits', awaits, 'delegate', delegate)
+    'tries', t.tries - 1, 'awaits', awaits, 'delegate', delegate, 'used', used)
 end
 
 -- Decode children and refuse them if their root has not the means.
@@ -188,7 +197,7 @@ function op.wait_on(c, a)
   local children, limit = children_of(c, t.root, a, 5)
   if limit then return {'budget', limit} end
   for i, child in ipairs(children) do add(c, a[i + 4], child, '', '', nil, true) end
-  park(c, id, t, awaits, '')
+  park(c, id, t, awaits, '', '')
   state_event(c, t.root, id, t.agent, a[2], 'waiting')
   local heard = false
   for _, name in ipairs(awaits ~= '' and cjson.decode(awaits) or {}) do
@@ -207,16 +216,17 @@ function op.delegate(c, a)
   local id = a[1]
   local held, t = fence(c, id, a[2])
   if held ~= 'ok' then return {held} end
-  local child = cjson.decode(a[5])
-  local f = get(c, child.id, 'state', 'result', 'error')
+  local child, f = cjson.decode(a[5]), {}
+  -- An earlier attempt may have handed on already, and been lost before the store said so.
+  if a[2] ~= '1' then f = get(c, child.id, 'state', 'result', 'error') end
   tell_steps(c, t, id, a[2], a[4])
-  local limit = charge(c, id, t.root, a[3], f[1] and 0 or 1)
+  local limit = charge(c, t.root, a[3], f[1] and 0 or 1)
   if limit then return {'budget', limit} end
   if not f[1] then add(c, a[5], child, '', '', t, false) end
-  park(c, id, t, '', child.id)
-  if f[1] and TERMINAL[f[1]] then  -- an earlier attempt handed on already, and waited
+  park(c, id, t, '', child.id, a[3])
+  if f[1] and TERMINAL[f[1]] then
     remember(c, id, a[2], '', f[1], f[3] ~= '' and f[3] or nil)
-    finish(c, id, f[1], f[2], f[3])
+    finish(c, id, f[1], f[2], f[3], nil, a[3])
   end
   return {'ok'}
 end
@@ -236,7 +246,7 @@ function op.complete(c, a)
   local children, limit = children_of(c, t.root, a, at)
   if limit then return {'budget', limit} end
   tell_steps(c, t, id, attempt, a[7])
-  local spent = charge(c, id, t.root, usage, 0)
+  local spent = charge(c, t.root, usage, 0)
   if spent and state == 'done' then return {'budget', spent} end
   for i, child in ipairs(children) do add(c, a[at + i - 1], child, '', '', nil, true) end
   at = 9
@@ -249,7 +259,7 @@ function op.complete(c, a)
     at = at + 4
   end
   remember(c, id, attempt, t.owner, state, err ~= '' and err or nil)
-  finish(c, id, state, result, err)
+  finish(c, id, state, result, err, nil, usage)
   return {'ok'}
 end
 

@@ -79,7 +79,7 @@ function op.recur(c, a)
   local key = c.P .. ':recur:' .. a[1]
   redis.call('HSET', key, 'every', a[2], 'timeout', a[4], 'rest', a[5])
   at(c, 'recurring', tonumber(a[3]) + c.shift, a[1])
-  c.woken = c.woken + 1
+  c.lined = c.lined + 1
   return {'ok'}
 end
 

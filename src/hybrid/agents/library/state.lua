@@ -42,11 +42,25 @@ local function number(value, default)
   return tonumber(value)
 end
 
--- Tell a root's listeners. `more` is JSON: the rest of the event.
+-- Tell a root's listeners, at the end of the call. `more` is JSON: the rest of the event.
 local function event(c, root, id, agent, attempt, more)
   if c.events == 0 then return end
-  redis.call('XADD', c.P .. ':e:' .. root, 'MAXLEN', '~', c.events, '*', 'd', '{"task":"' .. id
-    .. '","agent":' .. cjson.encode(agent) .. ',"attempt":' .. attempt .. ',' .. more .. '}')
+  local news = c.news[root]
+  if not news then
+    news = {}
+    c.news[root] = news
+  end
+  news[#news + 1] = '{"task":"' .. id .. '","agent":' .. cjson.encode(agent) .. ',"attempt":'
+    .. attempt .. ',' .. more .. '}'
+end
+
+-- One entry a root and call, whatever happened in it.
+local function tell(c)
+  for root, news in pairs(c.news) do
+    local key = c.P .. ':e:' .. root
+    redis.call('XADD', key, 'MAXLEN', '~', c.events, '*', 'd', '[' .. table.concat(news, ',') .. ']')
+    if c.ended[root] then redis.call('PEXPIRE', key, c.retain) end
+  end
 end
 
 local function state_event(c, root, id, agent, attempt, state, err)
@@ -72,7 +86,7 @@ end
 local function line_up(c, id, agent, priority, since)
   redis.call('ZADD', c.P .. ':r:' .. agent, since - priority * 1e13, id)
   redis.call('ZADD', c.P .. ':ready', 'NX', 0, agent)
-  c.woken = c.woken + 1  -- at the end of the call, if a lease in it has not taken the work
+  c.lined = c.lined + 1  -- hosts are woken at the end, unless a lease in this call takes it
 end
 
 local function ready_again(c, id)
@@ -97,9 +111,7 @@ local function remember(c, id, attempt, host, outcome, err)
 end
 
 local function count(c, hash, field, by)
-  if redis.call('HINCRBY', c.P .. ':' .. hash, field, by) <= 0 then
-    redis.call('HDEL', c.P .. ':' .. hash, field)
-  end
+  redis.call('HINCRBY', c.P .. ':' .. hash, field, by)
 end
 
 -- When time next has something to do in a partition, as far as this server knows: never later
@@ -114,18 +126,25 @@ end
 
 local finish
 
--- The end of a task: out of every set, the next of its conversation in, its parent told.
-function finish(c, id, state, result, err)
+local function look(c, id)
+  return get(c, id, 'agent', 'tenant', 'conversation', 'parent', 'root', 'state', 'owner', 'ikey',
+    'attempt', 'timed', 'children', 'delegate', 'used')
+end
+
+-- The end of a task: out of every set, the next of its conversation in, its parent told. `f` is
+-- what `look` saw of it. `used`: JSON of what was not charged to the task yet, or ''.
+function finish(c, id, state, result, err, f, used)
+  f = f or look(c, id)
   local P, key = c.P, c.P .. ':t:' .. id
-  local f = get(c, id, 'agent', 'tenant', 'conversation', 'parent', 'root', 'state', 'owner', 'ikey',
-    'attempt', 'deadline', 'children')
   local agent, parent, before = f[1], f[4], f[6]
   redis.call('HSET', key, 'state', state, 'result', result, 'error', err, 'updated', c.now,
-    'owner', '')
+    'owner', '', 'used', used or '')
   if before == 'queued' then leave_ready(c, id, agent) end
   if before == 'leased' then redis.call('ZREM', P .. ':leases', id) end
-  if before == 'scheduled' or before == 'waiting' then redis.call('ZREM', P .. ':delayed', id) end
-  if f[10] ~= '0' then redis.call('ZREM', P .. ':deadlines', id) end
+  if before == 'scheduled' or before == 'waiting' and (f[12] or '') == '' then
+    redis.call('ZREM', P .. ':delayed', id)
+  end
+  if f[10] == '1' then redis.call('ZREM', P .. ':deadlines', id) end
   count(c, 'open', agent, -1)
   if parent == '' then count(c, 'tenants', f[2], -1) end
   if state == 'dead' then
@@ -156,23 +175,24 @@ function finish(c, id, state, result, err)
   if f[8] ~= '' then redis.call('PEXPIRE', f[8], c.retain) end
   if parent == '' then
     redis.call('PEXPIRE', P .. ':b:' .. id, c.retain)
-    redis.call('PEXPIRE', P .. ':e:' .. id, c.retain)
+    c.ended[id] = true
     redis.call('PUBLISH', P .. ':ended', id .. ' ' .. state)
     return
   end
   redis.call('PUBLISH', P .. ':ended:inner', id .. ' ' .. state)
-  local p = get(c, parent, 'state', 'delegate', 'attempt')
-  if not p[1] or TERMINAL[p[1]] then return end
-  if p[1] == 'waiting' and p[2] == id then  -- handed on: the child's end is the parent's
-    remember(c, parent, p[3], '', state, err ~= '' and err or nil)
-    finish(c, parent, state, result, err)
+  local p = look(c, parent)
+  local above = p[6]
+  if not above or TERMINAL[above] then return end
+  if above == 'waiting' and p[12] == id then  -- handed on: the child's end is the parent's
+    remember(c, parent, p[9], '', state, err ~= '' and err or nil)
+    finish(c, parent, state, result, err, p, p[13])
     return
   end
   redis.call('SREM', P .. ':p:' .. parent, id)
   redis.call('HSET', P .. ':j:' .. parent, id, '{"state":"' .. state .. '","result":'
     .. (result == '' and 'null' or result) .. ',"error":'
     .. (err == '' and 'null' or cjson.encode(err)) .. '}')
-  if p[1] == 'waiting' and redis.call('EXISTS', P .. ':p:' .. parent) == 0 then
+  if above == 'waiting' and redis.call('EXISTS', P .. ':p:' .. parent) == 0 then
     redis.call('ZREM', P .. ':delayed', parent)
     ready_again(c, parent)
   end
@@ -189,13 +209,13 @@ local function over(c, root, hops)
 end
 
 -- Charge a root; returns the limit that is passed, if one is, with `hops` more tasks beneath it.
-local function charge(c, id, root, usage, hops)
-  if usage == '' then return over(c, root, hops) end
-  for name, amount in pairs(cjson.decode(usage)) do
-    if name == 'tokens' or name == 'usd' then
-      redis.call('HINCRBYFLOAT', c.P .. ':b:' .. root, name, amount)
+local function charge(c, root, used, hops)
+  if used ~= '' then
+    for name, amount in pairs(cjson.decode(used)) do
+      if name == 'tokens' or name == 'usd' then
+        redis.call('HINCRBYFLOAT', c.P .. ':b:' .. root, name, amount)
+      end
     end
-    redis.call('HINCRBYFLOAT', c.P .. ':t:' .. id, 'u:' .. name, amount)
   end
   return over(c, root, hops)
 end
@@ -219,12 +239,13 @@ local function add(c, envelope, task, fingerprint, ikey, above, waited)
   end
   redis.call('HINCRBY', P .. ':b:' .. root, 'hops', 1)
   local priority = math.max(-100, math.min(100, number(task.priority, 0)))
-  local deadline = number(task.deadline, 0) * 1000
+  local deadline, timed = number(task.deadline, 0) * 1000, '0'
   if deadline > 0 then
     deadline = deadline + c.shift
     -- The deadline of who ends with it ends it too.
     if not above or above.deadline == 0 or deadline < above.deadline - 100 then
       at(c, 'deadlines', deadline, id)
+      timed = '1'
     end
   end
   local due = number(task.not_before, 0) * 1000
@@ -235,7 +256,7 @@ local function add(c, envelope, task, fingerprint, ikey, above, waited)
     'since', c.now, 'attempt', 0, 'tries', 0, 'max', number(task.max_attempts, c.attempts),
     'deadline', deadline > 0 and string.format('%.0f', deadline) or '0', 'owner', '',
     'result', '', 'error', '', 'updated', c.now, 'state', state, 'ready_at', c.now,
-    'fingerprint', fingerprint, 'ikey', ikey)
+    'fingerprint', fingerprint, 'ikey', ikey, 'timed', timed)
   count(c, 'open', agent, 1)
   if parent == '' then count(c, 'tenants', task.tenant, 1) end
   local first = true
