@@ -65,6 +65,11 @@ async def measure(chain: Chain, one: int, many: int) -> tuple[list[float], float
     return times, many / (time.perf_counter() - start)
 
 
+def started(command: list[str]) -> subprocess.Popen[bytes]:
+    """A host process."""
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
 # --- ours -----------------------------------------------------------------------------------------
 
 
@@ -79,6 +84,7 @@ class Ours:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Chain]:
+        """Hosts up; ended afterwards."""
         with (
             tempfile.TemporaryDirectory(prefix="hybrid-bench-") as folder,
             EmbeddedStore(Path(folder), fsync=self.fsync) as store,  # type: ignore[arg-type]
@@ -92,7 +98,7 @@ class Ours:
             await SpecStore(client).apply_file({**dict.fromkeys(HOPS, spec), "stamp": stamp})
             command = [sys.executable, str(HERE / "chain_agents.py"), store.url]
             command.append(json.dumps(SETTINGS))
-            hosts = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(HOSTS)]
+            hosts = [started(command) for _ in range(HOSTS)]
             try:
                 await mailbox.run(self.task(), 60)
                 yield self.chain
@@ -109,9 +115,11 @@ class Ours:
 
     @staticmethod
     def task() -> Task:
+        """One chain's root."""
         return Task(agent=HOPS[0], input=["hi", []], budget=BUDGET, deadline=time.time() + 60)
 
     async def chain(self) -> None:
+        """One chain, from submit to answer."""
         start = time.perf_counter()
         view = await self.mailbox.run(self.task(), 60)
         end = time.perf_counter()
@@ -132,6 +140,7 @@ class Ours:
         return list(await asyncio.gather(*(one() for _ in range(depth))))
 
     async def read_server(self, client: Any) -> None:
+        """What a call costs the server."""
         stats = await client.info("commandstats")
         for name in ("fcall", "publish"):
             entry = stats.get(f"cmdstat_{name}")
@@ -212,13 +221,15 @@ async def main(one, many):
             app = g.compile(checkpointer=saver)
             n = iter(range(1 << 60))
             async def chain():
-                r = await app.ainvoke({"x": "hi"}, {"configurable": {"thread_id": str(next(n))}}, durability="sync")
+                thread = {"configurable": {"thread_id": str(next(n))}}
+                r = await app.ainvoke({"x": "hi"}, thread, durability="sync")
                 assert r["x"] == "hi.....", r
 """
 AUTOGEN = """
 import asyncio, json, sys, time
 from dataclasses import dataclass
-from autogen_core import RoutedAgent, message_handler, MessageContext, AgentId, SingleThreadedAgentRuntime
+from autogen_core import RoutedAgent, message_handler, MessageContext, AgentId
+from autogen_core import SingleThreadedAgentRuntime
 @dataclass
 class M:
     x: str
@@ -228,7 +239,8 @@ class Hop(RoutedAgent):
     @message_handler
     async def h(self, message: M, ctx: MessageContext) -> M:
         said = M(message.x + ".", message.hop + 1)
-        return said if said.hop == 5 else await self.send_message(said, AgentId(f"hop{said.hop}", "default"))
+        if said.hop == 5: return said
+        return await self.send_message(said, AgentId(f"hop{said.hop}", "default"))
 async def main(one, many):
     if True:
         if True:
@@ -271,16 +283,20 @@ class Table:
         self.rates: dict[str, list[float]] = {}
 
     def add(self, name: str, times: list[float], rate: float) -> None:
+        """A round's figures."""
         self.times.setdefault(name, []).extend(times)
         self.rates.setdefault(name, []).append(rate)
 
     def p50(self, name: str) -> float:
+        """Milliseconds."""
         return statistics.median(self.times[name]) * 1e3
 
     def rate(self, name: str) -> float:
+        """Chains a second."""
         return statistics.median(self.rates[name])
 
     def say(self) -> None:
+        """Print it all."""
         for name, times in self.times.items():
             p99 = sorted(times)[int(len(times) * 0.99)] * 1e3
             say(f"  {name:34} p50 {self.p50(name):6.2f} ms  p99 {p99:6.2f} ms "
@@ -295,60 +311,57 @@ def say(line: str) -> None:
 
 async def compare(quick: bool, langgraph: str | None, autogen: str | None) -> Table:
     """Measure everyone in turn."""
-    import ray
-
     one, many, rounds = (40, 300, 3) if quick else (100, 600, 5)
     table = Table()
     ours = {"ours, fsync always": Ours("always"), "ours, fsync everysec": Ours("everysec")}
-    with tempfile.TemporaryDirectory(prefix="hybrid-bench-") as folder:
-        with EmbeddedStore(Path(folder)) as peer_store, contextlib.ExitStack() as stack:
-            async with contextlib.AsyncExitStack() as running:
-                chains = {
-                    n: await running.enter_async_context(o.running()) for n, o in ours.items()
-                }
-                for label, url in (("", None), (", written through", peer_store.url)):
-                    for how, chain in stack.enter_context(ray_peers(url)).items():
-                        chains[f"ray {how}{label}"] = chain
-                for turn in range(rounds):
-                    for name, chain in chains.items():
-                        table.add(name, *await measure(chain, one, many))
-                    for name, python, program in (
-                        ("langgraph, sqlite, sync", langgraph, LANGGRAPH),
-                        ("autogen core, not durable", autogen, AUTOGEN),
-                    ):
-                        if python:
-                            few = many // 5 if program is LANGGRAPH else many
-                            found = await asyncio.to_thread(framework, python, program, one, few)
-                            table.add(name, *found)
-                    say(f"round {turn + 1} of {rounds}")
-                always = ours["ours, fsync always"]
-                for depth in (1, 100, 1000):
-                    waits = [
-                        w * 1e3
-                        for _ in range(20 if depth == 1 else 2)
-                        for w in await always.waiting(depth)
-                    ]
-                    say(f"  submit → handler start, {depth:4} waiting: p50 "
-                        f"{statistics.median(waits):7.2f} ms, p99 "
-                        f"{sorted(waits)[int(len(waits) * 0.99)]:7.2f} ms")  # fmt: skip
-    ray.shutdown()
+    programs = {
+        "langgraph, sqlite, sync": (langgraph, LANGGRAPH, many // 5),
+        "autogen core, not durable": (autogen, AUTOGEN, many),
+    }
+    async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-bench-"))
+        peer_store = stack.enter_context(EmbeddedStore(Path(folder)))
+        chains = {n: await stack.enter_async_context(o.running()) for n, o in ours.items()}
+        for label, url in (("", None), (", written through", peer_store.url)):
+            for how, chain in stack.enter_context(ray_peers(url)).items():
+                chains[f"ray {how}{label}"] = chain
+        for turn in range(rounds):
+            for name, chain in chains.items():
+                table.add(name, *await measure(chain, one, many))
+            for name, (python, program, few) in programs.items():
+                if python:
+                    found = await asyncio.to_thread(framework, python, program, one, few)
+                    table.add(name, *found)
+            say(f"round {turn + 1} of {rounds}")
+        await queues(ours["ours, fsync always"])
     table.say()
     for name, o in ours.items():
-        parts = ["submit → route", *(f"→ {h}" for h in HOPS[1:]), "→ answered"]
-        ms = [statistics.median(h[i] for h in o.hops[5 : 5 + one]) * 1e3 for i in range(len(parts))]
-        say(
-            f"  {name}, one at a time: "
-            + ", ".join(f"{p} {m:.2f}" for p, m in zip(parts, ms, strict=True))
-            + " ms"
-        )
-        h = o.hosts
-        say(
-            f"    hosts: {h['calls'] / h['tasks']:.2f} round trips and"
-            f" {h['operations'] / h['tasks']:.2f} operations a hop,"
-            f" {h['cpu_s'] / h['tasks'] * 1e3:.2f} ms of processor time a hop;"
-            f" the store: {o.commands.get('fcall', 0):.0f} µs a call"
-        )
+        split(name, o, one)
     return table
+
+
+async def queues(ours: Ours) -> None:
+    """How long a task waits for its handler, by how many were submitted at once."""
+    for depth in (1, 100, 1000):
+        times = 20 if depth == 1 else 2
+        waits = sorted([w * 1e3 for _ in range(times) for w in await ours.waiting(depth)])
+        p50, p99 = statistics.median(waits), waits[int(len(waits) * 0.99)]
+        say(f"  submit → handler start, {depth:4} at once: p50 {p50:7.2f} ms, p99 {p99:7.2f} ms")
+
+
+def split(name: str, ours: Ours, one: int) -> None:
+    """Where a chain's time goes, and what its hosts asked of the store."""
+    parts = ["submit → route", *(f"→ {h}" for h in HOPS[1:]), "→ answered"]
+    ms = [statistics.median(h[i] for h in ours.hops[5 : 5 + one]) * 1e3 for i in range(len(parts))]
+    shares = ", ".join(f"{part} {m:.2f}" for part, m in zip(parts, ms, strict=True))
+    say(f"  {name}, one at a time: {shares} ms")
+    h = ours.hosts
+    say(
+        f"    {h['calls'] / h['tasks']:.2f} round trips and"
+        f" {h['operations'] / h['tasks']:.2f} operations a hop (1 and 2 one at a time),"
+        f" {h['cpu_s'] / h['tasks'] * 1e3:.2f} ms of a host's processor time a hop,"
+        f" {ours.commands.get('fcall', 0):.0f} µs of the store's a call"
+    )
 
 
 def claims(table: Table, langgraph: bool, autogen: bool) -> dict[str, Any]:
@@ -413,7 +426,10 @@ def main() -> None:
             num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False,
             object_store_memory=128 << 20, _temp_dir=folder,
         )  # fmt: skip
-        table = run(compare(arguments.quick, arguments.langgraph, arguments.autogen))
+        try:
+            table = run(compare(arguments.quick, arguments.langgraph, arguments.autogen))
+        finally:
+            ray.shutdown()
     found = claims(table, bool(arguments.langgraph), bool(arguments.autogen))
     for name, claim in found.items():
         say(f"{name}: {claim['ratio']} (ours {claim['ours']}, peer {claim['peer']})")
