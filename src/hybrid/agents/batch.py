@@ -18,6 +18,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from hybrid.agents import library
 from hybrid.agents.aio import end
+from hybrid.agents.line import Line
 from hybrid.agents.store import unavailable
 from hybrid.errors import HybridError, StoreUnavailable
 
@@ -62,9 +63,7 @@ class Batch:
         header: Callable[[], tuple[Argument, ...]],
         install: Callable[[], Awaitable[Any]],
     ) -> None:
-        # A connection of its own: a pool's is fetched and checked for every call.
-        self._client = client.client() if isinstance(client, Redis) else client
-        self._pooled = client
+        self._line = Line(client)
         self._prefix = prefix
         self._header = header
         self._install = install
@@ -131,8 +130,7 @@ class Batch:
         await end(self._runner)
         self._fail(list(self._queue), StoreUnavailable("the mailbox is closed"))
         self._queue.clear()
-        if self._client is not self._pooled:
-            await self._client.aclose()
+        await self._line.close()
 
     async def _run(self) -> None:
         while self._queue:
@@ -174,7 +172,7 @@ class Batch:
         return taken
 
     async def _send(self, operations: list[Operation]) -> list[list[Any]]:
-        arguments: list[Argument] = []
+        arguments: list[Argument] = ["FCALL", "hybrid1_batch", 1, self._prefix, *self._header()]
         for o in operations:
             assert isinstance(o.arguments, tuple)
             arguments += (o.name, len(o.arguments), *o.arguments)
@@ -182,12 +180,7 @@ class Batch:
         self.operations += len(operations)
         for last in (False, True):
             try:
-                return await cast(
-                    Awaitable[list[list[Any]]],
-                    self._client.fcall(
-                        "hybrid1_batch", 1, self._prefix, *self._header(), *arguments
-                    ),
-                )
+                return cast(list[list[Any]], await self._line.call(tuple(arguments)))
             except ResponseError as e:
                 if last or not library.missing(e):
                     raise StoreUnavailable(

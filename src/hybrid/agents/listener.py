@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
@@ -12,7 +13,8 @@ from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
 from hybrid.agents.aio import end
-from hybrid.agents.task import State
+from hybrid.agents.lease import pieces, read_view
+from hybrid.agents.task import State, TaskView
 
 POLL_S = 1.0
 """A lost announcement costs whoever waits for it this long: pub/sub promises nothing."""
@@ -34,6 +36,7 @@ class Listener:
         self._prefixes = prefixes
         self._channels: dict[str, asyncio.Event] = {}
         self._waiters: dict[str, set[asyncio.Future[State]]] = {}
+        self._answers: dict[str, asyncio.Future[TaskView]] = {}
         self._pubsub: PubSub | None = None
         self._task: asyncio.Task[None] | None = None
         self.work = asyncio.Event()
@@ -41,8 +44,11 @@ class Listener:
         self.on_cancel: Callable[[str], None] | None = None
 
     async def hear(self, name: str) -> None:
-        """Subscribe to `ended`, `ended:inner` or `host:OWNER` of every partition; returns once the
-        store confirmed it, or after 2 s all the same: whoever waits also looks by itself."""
+        """Subscribe to `ended`, `ended:inner`, `host:OWNER` or `to:WAITER` of every partition.
+
+        Returns once the store confirmed it, or after 2 s all the same: whoever waits also looks by
+        itself.
+        """
         if name not in self._channels:
             self._channels[name] = asyncio.Event()
             if self._pubsub is not None:
@@ -71,6 +77,17 @@ class Listener:
             waiting.discard(future)
             if not waiting:
                 self._waiters.pop(task_id, None)
+            future.cancel()
+
+    @contextlib.contextmanager
+    def answer(self, task_id: str) -> Iterator[asyncio.Future[TaskView]]:
+        """A future that resolves to the finished task when it is sent to this mailbox."""
+        future: asyncio.Future[TaskView] = asyncio.get_running_loop().create_future()
+        self._answers[task_id] = future
+        try:
+            yield future
+        finally:
+            del self._answers[task_id]
             future.cancel()
 
     def _names(self, names: Sequence[str]) -> list[str]:
@@ -107,6 +124,12 @@ class Listener:
                 self._announced(name, str(message["data"]))
 
     def _announced(self, name: str, data: str) -> None:
+        if name.startswith("to:"):
+            task_id, fields, history = json.loads(data)
+            answer = self._answers.get(task_id)
+            if answer is not None and not answer.done():
+                answer.set_result(read_view(pieces(fields), history or ()))
+            return
         head, _, tail = data.partition(" ")
         if name.startswith("host:"):
             if head == "wake":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 import zlib
 from contextlib import AbstractContextManager
 from typing import Any
@@ -36,6 +37,7 @@ class Senders:
         self.config = config
         self.prefixes = [prefix(i) for i in range(config.partitions)]
         self.listener = Listener(client, self.prefixes)
+        self._me = uuid.uuid4().hex
         self._batches = {at: Batch(client, at, self._header, self.install) for at in self.prefixes}
 
     async def install(self) -> int:
@@ -66,7 +68,11 @@ class Senders:
             BudgetExceeded: the root has no hops, tokens or money left.
             StoreUnavailable: not known to be stored.
         """
-        reply = await self.call(task.tenant, "submit", envelope_text(task), fingerprint(task))
+        return await self._submit(task, "")
+
+    async def _submit(self, task: Task, waiter: str) -> str:
+        text = envelope_text(task)
+        reply = await self.call(task.tenant, "submit", text, fingerprint(task), waiter)
         match reply[0]:
             case "full":
                 whose = f"{reply[2]} {task.agent if reply[2] == 'agent' else task.tenant!r}"
@@ -92,11 +98,13 @@ class Senders:
             What `submit` raises.
         """
         deadline = time.monotonic() + timeout_s
-        await self.listener.hear("ended" if task.parent is None else "ended:inner")
-        with self.watching(task.id) as finished:
-            task_id = await self.submit(task)
+        await self.listener.hear(f"to:{self._me}")
+        with self.listener.answer(task.id) as answer:
+            task_id = await self._submit(task, self._me)
             if task_id == task.id:
-                await asyncio.wait({finished}, timeout=min(timeout_s, POLL_S))
+                await asyncio.wait({answer}, timeout=min(timeout_s, POLL_S))
+                if answer.done():
+                    return answer.result()
         return await self.wait(task_id, max(0.0, deadline - time.monotonic()))
 
     async def view(self, task_id: str) -> TaskView:

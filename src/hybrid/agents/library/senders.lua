@@ -2,7 +2,7 @@
 
 local op = {}  -- operations by name: function (c, arguments) → reply
 
--- envelope, fingerprint → ok ID | full DEPTH WHOSE | budget LIMIT | mismatch ID
+-- envelope, fingerprint, waiter or '' → ok ID | full DEPTH WHOSE | budget LIMIT | mismatch ID
 function op.submit(c, a)
   local envelope, fingerprint = a[1], a[2]
   local task = cjson.decode(envelope)
@@ -26,6 +26,7 @@ function op.submit(c, a)
     if limit then return {'budget', limit} end
   end
   add(c, envelope, task, fingerprint, ikey)
+  if a[3] ~= '' then redis.call('HSET', c.P .. ':t:' .. task.id, 'waiter', a[3]) end
   if ikey ~= '' then redis.call('SET', ikey, task.id) end
   return {'ok', task.id}
 end

@@ -22,10 +22,11 @@
 --   recurring zset, recur:NAME hash  schedules by when they are next due
 --   sleepers set   hosts that wait for work
 -- Channels: P:ended and P:ended:inner ("ID STATE" of roots and of children), P:host:OWNER
--- ("wake N", "cancel ID"), P:board.
+-- ("wake N", "cancel ID"), P:to:WAITER (a finished task, whole, to who waits for it), P:board.
 
 local TERMINAL = {done = true, failed = true, cancelled = true, dead = true}
 local HISTORY = 100
+local ANSWER = 16384  -- bytes of a result that is sent rather than fetched
 local DEAD = 10000
 
 local function get(c, id, ...)
@@ -128,7 +129,7 @@ local finish
 
 local function look(c, id)
   return get(c, id, 'agent', 'tenant', 'conversation', 'parent', 'root', 'state', 'owner', 'ikey',
-    'attempt', 'timed', 'children', 'delegate', 'used')
+    'attempt', 'timed', 'children', 'delegate', 'used', 'waiter')
 end
 
 -- The end of a task: out of every set, the next of its conversation in, its parent told. `f` is
@@ -177,6 +178,11 @@ function finish(c, id, state, result, err, f, used)
     redis.call('PEXPIRE', P .. ':b:' .. id, c.retain)
     c.ended[id] = true
     redis.call('PUBLISH', P .. ':ended', id .. ' ' .. state)
+    if f[14] and #result < ANSWER then
+      redis.call('PUBLISH', P .. ':to:' .. f[14], cjson.encode({
+        id, redis.call('HGETALL', key), redis.call('LRANGE', P .. ':h:' .. id, 0, -1)
+      }))
+    end
     return
   end
   redis.call('PUBLISH', P .. ':ended:inner', id .. ' ' .. state)
