@@ -311,11 +311,11 @@ def say(line: str) -> None:
 
 async def compare(quick: bool, langgraph: str | None, autogen: str | None) -> Table:
     """Measure everyone in turn."""
-    one, many, rounds = (40, 300, 3) if quick else (100, 600, 5)
+    one, many, rounds = (40, 600, 2) if quick else (100, 1500, 5)
     table = Table()
     ours = {"ours, fsync always": Ours("always"), "ours, fsync everysec": Ours("everysec")}
     programs = {
-        "langgraph, sqlite, sync": (langgraph, LANGGRAPH, many // 5),
+        "langgraph, sqlite, sync": (langgraph, LANGGRAPH, many // 10),
         "autogen core, not durable": (autogen, AUTOGEN, many),
     }
     async with contextlib.AsyncExitStack() as stack:

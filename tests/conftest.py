@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,10 @@ os.environ.update(
         "RAY_TRAIN_V2_ENABLED": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "false",
+        # Behaviours of the tests must be importable on the hosts.
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parent / "agents"), os.environ.get("PYTHONPATH", "")]
+        ).strip(os.pathsep),
     }
 )
 os.environ.pop("RAY_ADDRESS", None)
@@ -33,10 +38,17 @@ os.environ.pop("RAY_ADDRESS", None)
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A running cluster: `address` for `ray.init`, `env` for a subprocess that connects to it."""
+    """A running cluster.
+
+    Attributes:
+        address: for `ray.init`.
+        env: for a subprocess that connects to it.
+        cluster: Ray's own test cluster, for tests that add and take away nodes.
+    """
 
     address: str
     env: dict[str, str]
+    cluster: Any
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +90,7 @@ def ray_cluster() -> Iterator[RayCluster]:
         yield RayCluster(
             address=cluster.address,
             env={**os.environ, "RAY_ADDRESS": cluster.address},
+            cluster=cluster,
         )
     finally:
         ray.shutdown()

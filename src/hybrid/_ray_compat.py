@@ -17,3 +17,10 @@ def validate_cluster(config: dict[str, Any]) -> str | None:
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         return f"{type(e).__name__}: {e}"
     return None
+
+
+def draining_nodes() -> dict[str, float]:
+    """Nodes that are being taken away: node id → UNIX time at which each is gone."""
+    from ray._private.state import state
+
+    return {node: at / 1000 for node, at in state.get_draining_nodes().items()}

@@ -297,7 +297,17 @@ class SwarmConfig(_Section):
     """The hosts that run agents."""
 
     hosts: int = Field(2, ge=0)
-    """Agent hosts, spread over the agents pool."""
+    """Agent hosts, spread over the agents pool; the fewest, where `max_hosts` is more."""
+    max_hosts: int | None = Field(None, ge=1)
+    """The most hosts: more than `hosts` are started while work waits. None: always `hosts`."""
+    wait_s: float = Field(1.0, gt=0)
+    """Seconds a ready task may wait before another host is started."""
+    idle_s: float = Field(30.0, gt=0)
+    """Seconds in which fewer hosts are enough before one is ended."""
+    blocked_s: float = Field(10.0, gt=0)
+    """Seconds a behaviour may block its host's event loop before the host is replaced."""
+    host_memory_mib: int = Field(2048, ge=64)
+    """MiB of memory that behaviours may take on one host; what wants more gets a MemoryError."""
     concurrency: int = Field(32, ge=1)
     """Tasks in flight on one host."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from hybrid.agents.behaviour import Context
@@ -91,3 +92,21 @@ async def slow(ctx: Context) -> Any:
     """A second of waiting."""
     await asyncio.sleep(1)
     return "slow"
+
+
+async def block_once(ctx: Context) -> Any:
+    """Block the whole event loop, as a behaviour must not; on the first attempt only."""
+    if ctx.task.attempt == 1:
+        time.sleep(60)  # noqa: ASYNC251 - that is the point
+    return "unblocked"
+
+
+async def eat(ctx: Context) -> Any:
+    """Take more memory than a host gives."""
+    return len(bytearray(3 << 30))
+
+
+async def linger(ctx: Context) -> Any:
+    """Take a while."""
+    await asyncio.sleep(float(ctx.task.input))
+    return ctx.task.attempt

@@ -12,11 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import behaviours
+import pytest
 
 from hybrid import config
 from hybrid.agents.aio import end

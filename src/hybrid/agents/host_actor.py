@@ -5,6 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
+import sys
+import threading
+import traceback
+from pathlib import Path
 from typing import Any
 
 from hybrid.agents.host import AgentHost
@@ -19,6 +24,15 @@ def calm_gc() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
+def limit_memory(mib: int) -> None:
+    """Let this process take so much more memory than it has; beyond that Python raises
+    MemoryError, which ends one attempt of one task, not the host and all it holds."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    held = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData"))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, ((held << 10) + (mib << 20), hard))
+
+
 class HostActor:
     """The actor's class. `stats` and `drain` run beside `run`, in a control group of their own."""
 
@@ -26,21 +40,34 @@ class HostActor:
         self._arguments = (name, store_url, ProjectConfig.model_validate(config))
         self._host: AgentHost | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
 
     async def run(self) -> None:
         """Run until drained."""
+        import ray
+
         from hybrid.agents.clients import ServeModelClient
 
-        calm_gc()
+        self._node = ray.get_runtime_context().get_node_id()
+        self._thread = threading.get_ident()
         self._loop = asyncio.get_running_loop()
-        self._host = AgentHost(*self._arguments, ServeModelClient())
-        await self._host.run()
+        host = AgentHost(*self._arguments, ServeModelClient())
+        calm_gc()
+        limit_memory(self._arguments[2].agents.swarm.host_memory_mib)
+        self._host = host
+        await host.run()
 
     async def stats(self) -> dict[str, Any]:
-        """See `AgentHost.stats`."""
+        """See `AgentHost.stats`; and the node, and where its event loop stands if it is blocked."""
         if self._host is None:
             return {"name": self._arguments[0], "pid": os.getpid(), "in_flight": 0}
-        return self._host.stats()
+        stats = {**self._host.stats(), "node": self._node}
+        if stats["blocked_s"] > 1:
+            frame = sys._current_frames().get(self._thread)
+            if frame is not None:
+                at = traceback.extract_stack(frame)[-1]
+                stats["blocked_at"] = f"{at.filename}:{at.lineno} in {at.name}"
+        return stats
 
     async def drain(self, deadline_s: float) -> dict[str, int]:
         """See `AgentHost.drain`."""

@@ -1,7 +1,8 @@
 """The swarm: a detached actor that keeps the number of agent hosts right.
 
 Hosts are detached too and found again by name: when the swarm dies they go on, and the next swarm
-adopts them. It never decides about tasks; those are the mailbox's.
+adopts them. It never decides about tasks; it only tells the mailbox which hosts are gone, so that
+what they held is taken up at once rather than when their leases end.
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ import asyncio
 import contextlib
 import logging
 import time
-import uuid
 from typing import Any
 
+from hybrid._ray_compat import draining_nodes
+from hybrid.agents.fleet import NAMESPACE, PLACE_S, Host, adopt_hosts, start_host
+from hybrid.agents.mailbox import Mailbox
+from hybrid.agents.scaling import Scaler
+from hybrid.agents.store import connect
+from hybrid.agents.upkeep import Upkeep
 from hybrid.config import ProjectConfig
-from hybrid.errors import PlacementError, Unavailable
-from hybrid.pools import AGENTS, HEAD
+from hybrid.errors import PlacementError, StoreUnavailable, Unavailable
+from hybrid.pools import HEAD
 
 log = logging.getLogger(__name__)
-NAMESPACE = "hybrid"
 SWARM = "hybrid-swarm"
-_HOST_PREFIX = "hybrid-host-"
 _LOOK_S = 0.5
-_PING_S = 5.0
-_PLACE_S = 30.0
-_HOST_MEMORY = 1 << 30
-"""Bytes a host asks for, of the 4 GB of an agents node; its ceiling is 2 GiB."""
+_SURPLUS_DRAIN_S = 10.0
+_NOTICE_MARGIN_S = 2.0
+"""A host on a node that is being taken away is gone this long before the node."""
 
 
 class Swarm:
@@ -41,13 +44,27 @@ class Swarm:
     ) -> None:
         self._config = config
         self._store_url = store_url
-        self._wanted = ProjectConfig.model_validate(config).agents.swarm.hosts
-        self._hosts: dict[str, _Host] = {}
+        project = ProjectConfig.model_validate(config)
+        settings = project.agents.swarm
+        self._blocked_s = settings.blocked_s
+        self._scaler = Scaler(
+            low=settings.hosts,
+            high=max(settings.hosts, settings.max_hosts or 0),
+            slots=settings.concurrency,
+            wait_s=settings.wait_s,
+            idle_s=settings.idle_s,
+        )
+        self._mailbox = Mailbox(connect(store_url), project.store)
+        self._upkeep = Upkeep(self._mailbox)
+        self._hosts: dict[str, Host] = {}
+        self._wanted = settings.hosts
+        self._gone: dict[str, str] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._loop = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        self._adopt()
+        self._hosts = adopt_hosts()
         while not self._stopping:
             try:
                 await self._look()
@@ -60,13 +77,14 @@ class Swarm:
         return True
 
     async def scale(self, hosts: int) -> None:
-        """Keep this many hosts from now on."""
-        self._wanted = hosts
+        """Keep at least this many hosts from now on, and no more unless the backlog asks."""
+        self._scaler.low = hosts
+        self._scaler.high = max(hosts, self._scaler.high if self._scaler.high > hosts else 0)
 
     async def status(self) -> dict[str, Any]:
-        """Hosts wanted and there, each with process, node and tasks in hand."""
+        """Hosts wanted and there, each with process, node and tasks in hand; what was replaced."""
         entries = await asyncio.gather(*(host.describe() for host in self._hosts.values()))
-        return {"wanted": self._wanted, "hosts": list(entries)}
+        return {"wanted": self._wanted, "hosts": list(entries), "replaced": dict(self._gone)}
 
     async def stop(self, deadline_s: float = 5.0) -> None:
         """Drain and end all hosts, and stop replacing them."""
@@ -74,132 +92,69 @@ class Swarm:
         await asyncio.gather(*(host.end(deadline_s) for host in self._hosts.values()))
         self._hosts.clear()
 
-    def _adopt(self) -> None:
-        import ray
-
-        for entry in ray.util.list_named_actors(all_namespaces=True):
-            if entry["namespace"] == NAMESPACE and entry["name"].startswith(_HOST_PREFIX):
-                with contextlib.suppress(ValueError):  # it died meanwhile
-                    actor = ray.get_actor(entry["name"], namespace=NAMESPACE)
-                    self._hosts[entry["name"]] = _Host(entry["name"], actor, None)
-
     async def _look(self) -> None:
-        for name, host in list(self._hosts.items()):
-            if await host.gone():
-                log.warning("host %s is gone; a replacement is started", name)
-                del self._hosts[name]
-        while len(self._hosts) < self._wanted:
-            host = _start_host(self._config, self._store_url)
-            self._hosts[host.name] = host
-        surplus = list(self._hosts.values())[self._wanted :]
-        for host in surplus:
-            await host.end(10.0)
-            self._hosts.pop(host.name, None)
-
-
-class _Host:
-    """The swarm's view of one host. `running` is the call that ends when the host does."""
-
-    def __init__(self, name: str, actor: Any, running: Any) -> None:
-        self.name = name
-        self._actor = actor
-        self._running = running
-        self._since = time.monotonic()
-        self._placed = running is None
-        self._checked = time.monotonic()
-        self._problem: str | None = None
-
-    async def gone(self) -> bool:
-        """Whether the host has ended or does not answer."""
-        from ray.exceptions import RayError
-
-        if self._running is not None:
-            import ray
-
-            done, _ = ray.wait([self._running], timeout=0)
-            if done:
-                return True
-        if time.monotonic() - self._checked < _PING_S and self._placed:
-            return False
-        self._checked = time.monotonic()
-        try:
-            await asyncio.wait_for(_call(self._actor, "stats"), 2.0)
-            self._placed, self._problem = True, None
-        except RayError:
-            return True
-        except TimeoutError:
-            if not self._placed and time.monotonic() - self._since > _PLACE_S:
-                self._problem = _lacking()
-        return False
-
-    async def describe(self) -> dict[str, Any]:
-        """For `status`."""
-        from ray.exceptions import RayError
-
-        try:
-            found: dict[str, Any] = await asyncio.wait_for(_call(self._actor, "stats"), 2.0)
-            return {**found, "state": "running"}
-        except TimeoutError:
-            problem = self._problem or "not placed yet, or busy"
-            return {"name": self.name, "pid": None, "state": "pending", "problem": problem}
-        except RayError:
-            return {"name": self.name, "pid": None, "state": "dead"}
-
-    async def end(self, deadline_s: float) -> None:
-        """Drain, then end the process."""
-        import ray
-        from ray.exceptions import RayError
-
-        with contextlib.suppress(RayError, TimeoutError):
-            await asyncio.wait_for(_call(self._actor, "drain", deadline_s), deadline_s + 2)
-        ray.kill(self._actor)
-
-
-async def _call(actor: Any, method: str, *args: Any) -> Any:
-    """A call in the control group: it is answered even when `run` keeps its event loop busy."""
-    return await getattr(actor, method).options(concurrency_group="control").remote(*args)
-
-
-def _lacking() -> str:
-    """What the cluster lacks for a host."""
-    import ray
-
-    pool = AGENTS.label_selector
-    nodes = [
-        n
-        for n in ray.nodes()
-        if n["Alive"] and all(n["Labels"].get(k) == v for k, v in pool.items())
-    ]
-    if not nodes:
-        return PlacementError(
-            f"no node with the label {pool}: start one, or see cluster.yaml"
-        ).message
-    return PlacementError(
-        f"{len(nodes)} agents nodes, none with 1 free CPU and {_HOST_MEMORY >> 20} MiB"
-    ).message
-
-
-def _start_host(config: dict[str, Any], store_url: str) -> _Host:
-    import ray
-
-    from hybrid.agents.host_actor import HostActor
-
-    name = f"{_HOST_PREFIX}{uuid.uuid4().hex[:8]}"
-    actor = (
-        ray.remote(concurrency_groups={"control": 4})(HostActor)
-        .options(
-            name=name,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            num_cpus=1,
-            memory=_HOST_MEMORY,
-            label_selector=AGENTS.label_selector,
-            max_restarts=0,
-            max_task_retries=0,
+        troubles = await asyncio.gather(
+            *(host.trouble(self._blocked_s) for host in self._hosts.values())
         )
-        .remote(name, store_url, config)
-    )
-    return _Host(name, actor, actor.run.remote())
+        for host, trouble in zip(list(self._hosts.values()), troubles, strict=True):
+            if trouble is not None:
+                await self._replace(host, trouble)
+        self._heed_notices()
+        present = [h for h in self._hosts.values() if not h.draining]
+        self._wanted = await self._how_many(present)
+        for _ in range(self._wanted - len(present)):
+            host = start_host(self._config, self._store_url)
+            self._hosts[host.name] = host
+        idle_first = sorted(present, key=lambda h: h.stats.get("in_flight", 0))
+        for host in idle_first[: max(0, len(present) - self._wanted)]:
+            self._leave(host, _SURPLUS_DRAIN_S)
+
+    async def _how_many(self, present: list[Host]) -> int:
+        if self._scaler.low == self._scaler.high:
+            return self._scaler.low
+        try:
+            backlog = await self._upkeep.backlog()
+        except StoreUnavailable as e:
+            log.warning("swarm: %s", e.message)
+            return max(self._scaler.low, len(present))
+        starting = sum(host.starting for host in present)
+        return self._scaler.wanted(backlog, len(present), starting, time.monotonic())
+
+    async def _replace(self, host: Host, trouble: str) -> None:
+        """End a host that is gone or of no use, and let others take what it held."""
+        if not host.draining:
+            log.warning("host %s is replaced: %s", host.name, trouble)
+            self._gone[host.name] = trouble
+            for name in list(self._gone)[:-20]:
+                del self._gone[name]
+        host.kill()
+        self._hosts.pop(host.name, None)
+        with contextlib.suppress(StoreUnavailable):  # then their leases end by themselves
+            await self._upkeep.lost(host.name, trouble)
+
+    def _heed_notices(self) -> None:
+        """Empty hosts whose node is about to be taken away; replacements start at once."""
+        leaving = draining_nodes()
+        for host in self._hosts.values():
+            deadline = leaving.get(host.stats.get("node", ""))
+            if deadline is not None and not host.draining:
+                left = max(1.0, deadline - time.time() - _NOTICE_MARGIN_S)
+                log.warning("host %s: its node is drained in %.0f s", host.name, left)
+                self._leave(host, left)
+
+    def _leave(self, host: Host, deadline_s: float) -> None:
+        """Drain a host beside everything else."""
+        host.draining = True
+
+        async def leave() -> None:
+            await host.end(deadline_s)
+            self._hosts.pop(host.name, None)
+            with contextlib.suppress(StoreUnavailable):
+                await self._upkeep.lost(host.name, "the host was drained")
+
+        task = asyncio.create_task(leave())
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
 
 # --- from outside -------------------------------------------------------------------------------
@@ -243,7 +198,7 @@ def start_swarm(config: ProjectConfig, store_url: str, timeout_s: float = 60) ->
         if any(h["state"] == "running" for h in status["hosts"]):
             break
         problems = [h["problem"] for h in status["hosts"] if "node" in h.get("problem", "")]
-        if problems and time.monotonic() > deadline - timeout_s + _PLACE_S:
+        if problems and time.monotonic() > deadline - timeout_s + PLACE_S:
             raise PlacementError(f"no agent host can be placed: {problems[0]}")
         if time.monotonic() > deadline:
             raise Unavailable(f"no agent host is up after {timeout_s:g} s: {status}")
