@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,13 @@ class ScriptedModelClient:
             completion_tokens=len(text.split()),
             provenance=PROVENANCE,
         )
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """The scripted answer, a word a piece."""
+        whole = await self.generate(request)
+        for word in re.findall(r"\s*\S+\s*$|\s*\S+", whole.text):
+            yield Chunk(text=word)
+        yield replace(whole, text="")
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """The choice equal to the scripted answer is best; else the first."""
@@ -174,15 +182,16 @@ async def run_agents(
     )
     client = connect(store_url)
     mailbox = Mailbox(client, project.store)
-    await mailbox.install()
-    spec_store = SpecStore(client)
-    await spec_store.apply_file(specs)
-    made = [
-        AgentHost(f"host-{i}", store_url, project, model, ToolRegistry(dict(tools or {})))
-        for i in range(hosts)
-    ]
-    running = [asyncio.create_task(host.run()) for host in made]
+    running: list[asyncio.Task[None]] = []
     try:
+        await mailbox.install()
+        spec_store = SpecStore(client)
+        await spec_store.apply_file(specs)
+        made = [
+            AgentHost(f"host-{i}", store_url, project, model, ToolRegistry(dict(tools or {})))
+            for i in range(hosts)
+        ]
+        running += [asyncio.create_task(host.run()) for host in made]
         yield Agents(mailbox, spec_store, made)
     finally:
         await end(*running)

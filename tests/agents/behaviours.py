@@ -110,3 +110,15 @@ async def linger(ctx: Context) -> Any:
     """Take a while."""
     await asyncio.sleep(float(ctx.task.input))
     return ctx.task.attempt
+
+
+async def approval(ctx: Context) -> Any:
+    """Wait for a person's word."""
+    said = await ctx.receive("approval", timeout_s=20)
+    return {"said": said}
+
+
+async def pipeline(ctx: Context) -> Any:
+    """Generate, then hand on to `echo`."""
+    draft = await ctx.generate(prompt="one two three")
+    return ctx.handoff("echo", draft.text + " four")

@@ -127,6 +127,7 @@ def serve(api_keys: tuple[str, ...] = ()) -> Iterator[Server]:
         models=models,
         mailbox=None,  # type: ignore[arg-type]
         specs=NoAgents(),  # type: ignore[arg-type]
+        events=None,  # type: ignore[arg-type]
     )
     port = free_port()
     server = uvicorn.Server(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
@@ -200,7 +201,8 @@ class PatientJournal:
 
     async def emit(self, lease: Lease, kind: str, fields: Mapping[str, Any]) -> None:
         """See `Journal.emit`."""
-        await self._mailbox.emit(lease, kind, **fields)
+        with contextlib.suppress(StoreUnavailable):
+            await self._mailbox.emit(lease, kind, **fields)
 
 
 async def stubborn(

@@ -20,13 +20,14 @@ import re
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hybrid.agents.durable import Durable
 from hybrid.agents.steps import Journal, Scored
 from hybrid.agents.tools import ToolCall, ToolRegistry
-from hybrid.errors import DeadlineExceeded, InvalidRequest
+from hybrid.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from hybrid.wire import Chunk, GenerateRequest, Provenance, Sampling, ScoreRequest
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from hybrid.agents.clients import ModelClient
     from hybrid.agents.lease import Lease
     from hybrid.agents.spec import AgentSpec
+
+_TELL_S = 0.05
 
 Behaviour = Callable[["Context"], Awaitable[Any]]
 
@@ -138,15 +141,16 @@ class Context(Durable):
         )
 
         async def run(key: str) -> tuple[Any, dict[str, float]]:
-            chunk = await self._client.generate(
-                GenerateRequest(
-                    id=self._request_id(key),
-                    model=model or self.model,
-                    prompt=self._prompt(input, prompt),
-                    sampling=sampling,
-                    tenant=self.task.tenant,
-                    deadline=self.task.deadline,
-                )
+            request = GenerateRequest(
+                id=self._request_id(key),
+                model=model or self.model,
+                prompt=self._prompt(input, prompt),
+                sampling=sampling,
+                tenant=self.task.tenant,
+                deadline=self.task.deadline,
+            )
+            chunk = await (
+                self._streamed(request, key) if self.task.stream else self._client.generate(request)
             )
             used = chunk.prompt_tokens + chunk.completion_tokens
             value = {**vars(chunk), "provenance": chunk.provenance and vars(chunk.provenance)}
@@ -212,6 +216,28 @@ class Context(Durable):
             return await tool(call), {"tool_calls": 1}
 
         return await self._once(f"tool {name}", run, pure=False)
+
+    async def _streamed(self, request: GenerateRequest, key: str) -> Chunk:
+        """The whole answer; its parts are told to who listens, a few times a second."""
+        parts: list[Chunk] = []
+        told, last = 0, time.monotonic()
+        async with aclosing(self._client.stream(request)) as stream:
+            async for chunk in stream:
+                parts.append(chunk)
+                now = time.monotonic()
+                if now - last >= _TELL_S or chunk.finish_reason is not None:
+                    text = "".join(part.text for part in parts[told:])
+                    told, last = len(parts), now
+                    if text:
+                        await self._store.emit(self._lease, "tokens", {"step": key, "text": text})
+        if not parts:
+            raise Unavailable("the model ended an answer before it began")
+        return replace(
+            parts[-1],
+            text="".join(part.text for part in parts),
+            token_ids=tuple(i for part in parts for i in part.token_ids),
+            logprobs=tuple(p for part in parts for p in part.logprobs),
+        )
 
     def _prompt(self, input: str | None, prompt: str | None) -> str:
         if prompt is not None:

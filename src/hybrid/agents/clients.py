@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import json
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, Protocol, TypeVar
 
 import httpx
@@ -27,6 +28,10 @@ class ModelClient(Protocol):
 
     async def generate(self, request: GenerateRequest) -> Chunk:
         """The whole answer."""
+        ...
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """The answer in pieces, the last with its finish reason; closing it cancels the call."""
         ...
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
@@ -64,6 +69,22 @@ class ServeModelClient:
         """The whole answer."""
         chunk: Chunk = await self._call(self._handle.generate_full.remote(request))
         return chunk
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """The answer in pieces."""
+        stream = self._handle.options(stream=True).generate.remote(request)
+        pieces = aiter(stream)
+        done = False
+        try:
+            while True:
+                try:
+                    yield await self._call(anext(pieces))
+                except StopAsyncIteration:
+                    done = True
+                    return
+        finally:
+            if not done:
+                stream.cancel()
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Log probabilities of a closed set."""
@@ -113,21 +134,7 @@ class HttpModelClient:
 
     async def generate(self, request: GenerateRequest) -> Chunk:
         """The whole answer, through /v1/completions."""
-        s = request.sampling
-        body = await self._post(
-            "/v1/completions",
-            {
-                "model": request.model,
-                "prompt": request.prompt
-                if request.prompt is not None
-                else list(request.prompt_ids or ()),
-                "max_tokens": s.max_tokens,
-                "temperature": s.temperature,
-                "top_p": s.top_p,
-                "seed": s.seed,
-                "stop": list(s.stop) or None,
-            },
-        )
+        body = await self._post("/v1/completions", _completion(request))
         choice, usage = body["choices"][0], body.get("usage") or {}
         return Chunk(
             text=choice["text"],
@@ -135,6 +142,42 @@ class HttpModelClient:
             prompt_tokens=usage.get("prompt_tokens", 0),
             completion_tokens=usage.get("completion_tokens", 0),
             provenance=_provenance(body),
+        )
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """The answer in pieces, through /v1/completions with `stream`."""
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        body = {**_completion(request), **options}
+        text, finish, usage = "", None, dict[str, int]()
+        provenance: Provenance | None = None
+        try:
+            async with self._client.stream("POST", "/v1/completions", json=body) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise self._error(response)
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: ") or line == "data: [DONE]":
+                        continue
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        raise errors.from_envelope(event["error"], 502, None)
+                    usage = event.get("usage") or usage
+                    provenance = _provenance(event) or provenance
+                    for choice in event.get("choices", ()):
+                        finish = choice.get("finish_reason") or finish
+                        text = choice.get("text") or ""
+                        if text:
+                            yield Chunk(text=text)
+        except (httpx.TransportError, ValueError, KeyError) as e:
+            raise Unavailable(f"{self._client.base_url}/v1/completions: {e!r}") from None
+        if finish is None:
+            raise Unavailable(f"{self._client.base_url}: the answer broke off")
+        yield Chunk(
+            text="",
+            finish_reason=finish,
+            prompt_tokens=usage.get("prompt_tokens", 0),
+            completion_tokens=usage.get("completion_tokens", 0),
+            provenance=provenance,
         )
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
@@ -175,8 +218,29 @@ class HttpModelClient:
             raise Unavailable(f"{self._client.base_url}{path}: {e!r}") from None
         if response.is_success:
             return answer
-        error = answer.get("error") or {}
-        raise errors.from_envelope(error, response.status_code, response.headers.get("retry-after"))
+        raise self._error(response)
+
+    def _error(self, response: httpx.Response) -> HybridError:
+        try:
+            error = response.json().get("error") or {}
+        except ValueError:
+            return Unavailable(f"{response.request.url}: HTTP {response.status_code}")
+        after = response.headers.get("retry-after")
+        return errors.from_envelope(error, response.status_code, after)
+
+
+def _completion(request: GenerateRequest) -> dict[str, Any]:
+    s = request.sampling
+    prompt = request.prompt if request.prompt is not None else list(request.prompt_ids or ())
+    return {
+        "model": request.model,
+        "prompt": prompt,
+        "max_tokens": s.max_tokens,
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "seed": s.seed,
+        "stop": list(s.stop) or None,
+    }
 
 
 def _provenance(body: dict[str, Any]) -> Provenance | None:

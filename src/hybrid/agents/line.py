@@ -39,6 +39,8 @@ class Line:
             RedisError, OSError: the connection broke, or nothing came for 10 s; whether the command
                 was carried out is unknown.
         """
+        if self._connection is not None and _hung_up(self._connection):
+            await self.close()  # known before anything is sent: nothing is in doubt
         connection = self._connection
         if connection is None:
             pool: Any = self._client.connection_pool
@@ -77,3 +79,9 @@ class Line:
         if connection is not None:
             await connection.disconnect(nowait=True)
             await self._client.connection_pool.release(connection)
+
+
+def _hung_up(connection: AbstractConnection) -> bool:
+    """Whether the server has closed a connection that nothing is read from."""
+    reader: asyncio.StreamReader | None = getattr(connection, "_reader", None)
+    return reader is None or reader.at_eof()

@@ -149,7 +149,7 @@ class Mailbox(Senders):
         """
         states: dict[str, str] = {}
         for at in self.prefixes:
-            mine = [lease for lease in leases if self._prefix(lease.task.tenant) == at]
+            mine = [lease for lease in leases if self.prefix_of(lease.task.tenant) == at]
             if mine:
                 pairs = [x for lease in mine for x in (lease.task.id, lease.task.attempt)]
                 reply = await self._batches[at].call(
@@ -234,7 +234,7 @@ class Mailbox(Senders):
         Raises:
             StaleLease, Cancelled: nothing was changed. Conflict: a board write's version.
         """
-        at = self._prefix(lease.task.tenant)
+        at = self.prefix_of(lease.task.tenant)
         writes = [part for w in outcome.board for part in w.arguments(at, lease.task.tenant)]
         result = "" if outcome.result is None else payload_text(outcome.result, "the result")
         await self._ended(
@@ -262,7 +262,7 @@ class Mailbox(Senders):
         await self._held("release", lease, 0, "")
 
     def _batch(self, lease: Lease) -> Batch:
-        return self._batches[self._prefix(lease.task.tenant)]
+        return self._batches[self.prefix_of(lease.task.tenant)]
 
     async def _ended(
         self,

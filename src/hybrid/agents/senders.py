@@ -164,7 +164,7 @@ class Senders:
 
     async def call(self, tenant: str, name: str, *arguments: str | int) -> list[Any]:
         """An operation on the partition of a tenant."""
-        return await self._batches[self._prefix(tenant)].call(name, *arguments)
+        return await self._batches[self.prefix_of(tenant)].call(name, *arguments)
 
     async def call_all(self, name: str, *arguments: str | int) -> list[list[Any]]:
         """An operation on every partition."""
@@ -182,5 +182,6 @@ class Senders:
             int(time.time() * 1000),
         )
 
-    def _prefix(self, tenant: str) -> str:
+    def prefix_of(self, tenant: str) -> str:
+        """What the keys of a tenant's partition start with."""
         return self.prefixes[zlib.crc32(tenant.encode()) % len(self.prefixes)]

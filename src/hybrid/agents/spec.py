@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from hybrid.agents.builtin import resolve_behaviour, resolve_verifier
+from hybrid.agents.store import unavailable
 from hybrid.config import NAME, AgentConfig, explain
 from hybrid.errors import ConfigError, Conflict, NotFound
 
@@ -87,7 +89,10 @@ class AgentSpec(AgentConfig):
 
 
 class SpecStore:
-    """The specifications in the store; every change raises one counter and is announced."""
+    """The specifications in the store; every change raises one counter and is announced.
+
+    Every call raises StoreUnavailable when the store does not answer.
+    """
 
     def __init__(self, client: Redis) -> None:
         self._client = client
@@ -128,14 +133,14 @@ class SpecStore:
         Raises:
             NotFound: no such agent.
         """
-        raw = await self._client.hget(_SPECS, name)
+        raw = await _asked(self._client.hget(_SPECS, name))
         if raw is None:
             raise _unknown(name, await self.list())
         return _read(raw)
 
     async def list(self) -> dict[str, AgentSpec]:
         """All agents, sorted by name."""
-        raw = await self._client.hgetall(_SPECS)
+        raw = await _asked(self._client.hgetall(_SPECS))
         specs = sorted(map(_read, raw.values()), key=lambda spec: spec.name)
         return {spec.name: spec for spec in specs}
 
@@ -184,10 +189,16 @@ class SpecStore:
 
     async def _apply(self, gone: Sequence[str], specs: Sequence[AgentSpec]) -> int:
         documents = [x for s in specs for x in (s.name, s.model_dump_json(exclude={"version"}))]
-        version: int = await self._client.eval(
-            _APPLY, 2, _SPECS, _VERSION, _CHANNEL, str(len(gone)), *gone, *documents
-        )
-        return version
+        names = (_SPECS, _VERSION, _CHANNEL, str(len(gone)), *gone, *documents)
+        return int(await _asked(self._client.eval(_APPLY, 2, *names)))
+
+
+async def _asked(call: Any) -> Any:
+    """The store's reply. Raises StoreUnavailable."""
+    try:
+        return await call
+    except (RedisError, OSError) as e:
+        raise unavailable(e) from e
 
 
 def _read(raw: bytes | str) -> AgentSpec:

@@ -244,7 +244,7 @@ class _Connection(redis.asyncio.Connection):
         return packed
 
 
-def connect(url: str) -> redis.asyncio.Redis:
+def connect(url: str, *, connections: int = _CONNECTIONS) -> redis.asyncio.Redis:
     """A client over a pool that waits for a free connection rather than raising.
 
     No retries here: a call whose connection broke may have been carried out, and only the caller
@@ -254,7 +254,7 @@ def connect(url: str) -> redis.asyncio.Redis:
     pool = redis.asyncio.BlockingConnectionPool.from_url(
         url,
         **plain,
-        max_connections=_CONNECTIONS,
+        max_connections=connections,
         timeout=_CALL_TIMEOUT_S,
         decode_responses=True,
         socket_timeout=_CALL_TIMEOUT_S,

@@ -38,8 +38,9 @@ class Budget:
 class Task:
     """One request to one agent. Children inherit root, deadline, tenant, trace and budget.
 
-    Times are UNIX seconds. `input` is any JSON value. `attempt` is the fencing token: 0 until
-    the first lease, then the number of the current one.
+    Times are UNIX seconds. `input` is any JSON value. `attempt` is the fencing token: 0 until the
+    first lease, then the number of the current one. `stream`: whether the tokens of its model calls
+    are told to who listens.
     """
 
     agent: str
@@ -58,6 +59,7 @@ class Task:
     attempt: int = 0
     max_attempts: int | None = None
     trace: dict[str, str] = field(default_factory=dict)
+    stream: bool = False
     created: float = field(default_factory=time.time)
     v: int = ENVELOPE_VERSION
 
@@ -79,6 +81,7 @@ class Task:
             budget=self.budget,
             priority=self.priority,
             trace=self.trace,
+            stream=self.stream,
         )
 
     def with_attempt(self, attempt: int) -> Task:

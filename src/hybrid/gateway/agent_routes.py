@@ -16,7 +16,7 @@ from hybrid.agents.spec import AgentSpec
 from hybrid.agents.task import Budget, Task, TaskView
 from hybrid.agents.upkeep import Upkeep
 from hybrid.config import AgentConfig
-from hybrid.errors import Cancelled, DeadlineExceeded, NotFound, TaskFailed
+from hybrid.errors import Cancelled, DeadlineExceeded, TaskFailed
 from hybrid.gateway import openai
 from hybrid.gateway.services import Services, services, tenant
 
@@ -54,6 +54,8 @@ class TaskBody(BaseModel):
     """Higher goes first."""
     budget: BudgetBody = BudgetBody()
     """What the task and its children may spend."""
+    stream: bool = False
+    """Whether the tokens of its model calls are among its events."""
 
 
 @router.get("/agents")
@@ -67,6 +69,14 @@ async def get_agent(name: str, svc: Svc, who: Tenant) -> dict[str, Any]:
     """One agent: its spec, and how deep its mailbox is."""
     spec = await svc.specs.get(name)
     return {**_spec_entry(spec), "mailbox": await Upkeep(svc.mailbox).depth(name)}
+
+
+@router.get("/agents/{name}/dead")
+async def dead_letter(name: str, svc: Svc, who: Tenant, limit: int = 100) -> dict[str, Any]:
+    """The dead letter: this tenant's tasks that were given up, newest first, with their history."""
+    views = await Upkeep(svc.mailbox).dead(name, max(1, min(limit, 1000)))
+    mine = [view_entry(v) for v in views if v.task.tenant == who]
+    return {"object": "list", "data": mine}
 
 
 @router.put("/agents/{name}")
@@ -92,35 +102,11 @@ async def submit(
     """Submit a task: answered once it is stored, and with its result if that comes in `wait_s`."""
     spec = await svc.specs.get(name)
     task = _task(spec, body, who, idempotency_key)
-    task_id = await svc.mailbox.submit(task)
-    view = (
-        await svc.mailbox.wait(task_id, body.wait_s)
-        if body.wait_s
-        else await svc.mailbox.view(task_id)
-    )
+    if body.wait_s:
+        view = await svc.mailbox.run(task, body.wait_s)
+    else:
+        view = await svc.mailbox.view(await svc.mailbox.submit(task))
     return JSONResponse(view_entry(view), status_code=200 if view.finished else 202)
-
-
-@router.get("/tasks/{task_id}")
-async def get_task(task_id: str, svc: Svc, who: Tenant, wait_s: float = 0) -> dict[str, Any]:
-    """Where a task stands; with `wait_s`, as soon as it is finished."""
-    await _owned(svc, task_id, who)
-    return view_entry(await svc.mailbox.wait(task_id, min(wait_s, 600)))
-
-
-@router.delete("/tasks/{task_id}")
-async def cancel_task(task_id: str, svc: Svc, who: Tenant) -> dict[str, Any]:
-    """Cancel a task and everything beneath it."""
-    await _owned(svc, task_id, who)
-    return view_entry(await svc.mailbox.cancel(task_id, reason="cancelled over the API"))
-
-
-async def _owned(svc: Services, task_id: str, who: str) -> TaskView:
-    """The task, if it is this tenant's: another's looks like none at all."""
-    view = await svc.mailbox.view(task_id)
-    if view.task.tenant != who:
-        raise NotFound(f"no task {task_id!r}")
-    return view
 
 
 def _task(spec: AgentSpec, body: TaskBody, who: str, key: str | None) -> Task:
@@ -136,6 +122,7 @@ def _task(spec: AgentSpec, body: TaskBody, who: str, key: str | None) -> Task:
         priority=body.priority,
         budget=Budget(**body.budget.model_dump()),
         idempotency_key=key,
+        stream=body.stream,
     )
 
 
@@ -198,7 +185,7 @@ async def answer_as_model(svc: Services, body: openai.ChatRequest, who: str) -> 
     """A chat completion whose answer an agent gives to the last user turn."""
     spec = await svc.specs.get(body.model.removeprefix(AGENT_PREFIX))
     task = _task(spec, TaskBody(input=body.question()), who, None)
-    view = await svc.mailbox.wait(await svc.mailbox.submit(task), spec.timeout_s + 1)
+    view = await svc.mailbox.run(task, spec.timeout_s + 1)
     if view.state == "cancelled":
         raise Cancelled(f"task {task.id} was cancelled")
     if not view.finished:

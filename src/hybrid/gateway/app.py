@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from hybrid import __version__, config
 from hybrid.config import ProjectConfig
 from hybrid.errors import ConfigError, HybridError, InvalidRequest
-from hybrid.gateway import agent_routes, routes
+from hybrid.gateway import agent_routes, routes, task_routes
 from hybrid.gateway.services import Services
 from hybrid.pools import HEAD
 
@@ -33,6 +33,7 @@ def create_app(services: Services | None = None) -> FastAPI:
     app.state.services = services
     app.include_router(routes.router)
     app.include_router(agent_routes.router)
+    app.include_router(task_routes.router)
 
     @app.get("/healthz")
     async def healthz() -> dict[str, Any]:
@@ -80,6 +81,7 @@ class Gateway:
     async def __init__(  # type: ignore[misc] # Serve awaits an asynchronous constructor
         self, project: ProjectConfig, store_url: str, model: Any
     ) -> None:
+        from hybrid.agents.events import Events
         from hybrid.agents.mailbox import Mailbox
         from hybrid.agents.spec import SpecStore
         from hybrid.agents.store import connect
@@ -93,6 +95,7 @@ class Gateway:
             models=ModelHandle(model),
             mailbox=mailbox,
             specs=SpecStore(client),
+            events=Events(connect(store_url, connections=256), mailbox),
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from fastapi import Request
 
+from hybrid.agents.events import Events
 from hybrid.agents.mailbox import Mailbox
 from hybrid.agents.spec import SpecStore
 from hybrid.config import ProjectConfig
@@ -56,6 +57,7 @@ class Services:
     models: Models
     mailbox: Mailbox
     specs: SpecStore
+    events: Events
 
 
 def services(request: Request) -> Services:
