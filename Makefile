@@ -6,7 +6,7 @@ PYTHON := $(shell for p in python3.13 python3.12 python3.11 python3; do \
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help demo test test-full lint bench clean
+.PHONY: help demo test test-full chaos lint bench clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,6 +26,9 @@ test: $(STAMP) ## The tests
 
 test-full: $(STAMP) ## The tests and the long proofs
 	$(BIN)/pytest -q $(ARGS)
+
+chaos: $(STAMP) ## Kill everything under load, for SEEDS=N seeds (default 20)
+	HYBRID_CHAOS_SEEDS=$$(seq -s, 1 $(or $(SEEDS),20)) $(BIN)/pytest -q -s tests/chaos $(ARGS)
 
 lint: $(STAMP) ## Format, lint and types
 	$(BIN)/ruff format --check .

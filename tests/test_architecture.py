@@ -34,6 +34,7 @@ OUTER = {
     "doctor",
     "show",
     "testing",
+    "testing_chaos",
     "testing_models",
 }
 NO_RAY = [

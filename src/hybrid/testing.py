@@ -26,6 +26,7 @@ from hybrid.agents.task import Task, TaskView
 from hybrid.agents.tools import Tool, ToolRegistry
 from hybrid.config import AgentConfig, ProjectConfig
 from hybrid.errors import TaskFailed
+from hybrid.testing_chaos import EffectSink, kill, processes
 from hybrid.testing_models import tiny_adapter, tiny_base
 from hybrid.wire import (
     Chunk,
@@ -39,7 +40,10 @@ from hybrid.wire import (
 
 __all__ = [
     "Agents",
+    "EffectSink",
     "ScriptedModelClient",
+    "kill",
+    "processes",
     "run_agents",
     "throwaway_store",
     "tiny_adapter",

@@ -69,6 +69,11 @@ class EmbeddedStore:
             raise StoreUnavailable(f"the store in {self.dir} is not started")
         return self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether the server runs."""
+        return self._process is not None and self._process.poll() is None
+
     def start(self, timeout_s: float = 30) -> str:
         """Start the server on what its folder holds and wait until it has loaded it.
 

@@ -25,12 +25,16 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybrid.config import ProjectConfig
-from hybrid.errors import Conflict, Unavailable
+from hybrid.errors import Conflict, HybridError, Unavailable
 from hybrid.pools import AGENTS, GPU, HEAD
 
+if TYPE_CHECKING:
+    from hybrid.agents.store import EmbeddedStore
+
+_LOOK_S = 0.25
 _OBJECT_STORE = 128 * 1024 * 1024
 _PR_SET_CHILD_SUBREAPER = 36
 ENVIRONMENT = {
@@ -241,7 +245,7 @@ def supervise(spec: dict[str, Any]) -> None:
         new.touch(mode=0o600)
         new.write_text(json.dumps(asdict(state)))
         new.replace(state_file)
-        _wait(spec["bound"])
+        _wait(spec["bound"], store)
     except _Stop:
         pass
     finally:
@@ -254,15 +258,20 @@ def supervise(spec: dict[str, Any]) -> None:
         shutil.rmtree(temp, ignore_errors=True)
 
 
-def _wait(bound: bool) -> None:
-    """Until a signal arrives or, when bound, the other end of stdin is closed."""
+def _wait(bound: bool, store: EmbeddedStore | None) -> None:
+    """Until a signal arrives or, when bound, the other end of stdin is closed. A store that died is
+    started again on what it had written."""
     while True:
         if bound:
-            ready, _, _ = select.select([sys.stdin], [], [], 1.0)
+            ready, _, _ = select.select([sys.stdin], [], [], _LOOK_S)
             if ready and not os.read(sys.stdin.fileno(), 1):
                 raise _Stop
         else:
-            time.sleep(1.0)
+            time.sleep(_LOOK_S)
+        if store is not None and not store.alive:
+            sys.stderr.write("hybrid: the store ended; it is started again\n")
+            with contextlib.suppress(HybridError):  # next time, perhaps
+                store.restart()
         with contextlib.suppress(ChildProcessError):  # orphans that came to us and ended
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
