@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import behaviours
 import pytest
+from tests_support import FAST, play, until
 
 from hybrid import config
 from hybrid.agents.aio import end
@@ -23,10 +24,9 @@ from hybrid.agents.task import Budget
 from hybrid.agents.upkeep import Upkeep
 from hybrid.config import AgentConfig
 from hybrid.errors import TaskFailed, Unavailable
-from hybrid.testing import Agents, ScriptedModelClient, run_agents
+from hybrid.testing import Agents, ScriptedModelClient
 
 PROJECT = {"run": {"name": "t"}, "model": {"name": "base"}}
-FAST = {"store": {"lease_s": 0.9, "max_attempts": 3}}
 
 
 @pytest.fixture(autouse=True)
@@ -38,30 +38,6 @@ def fresh() -> None:
 
 def spec(function: Any, **more: Any) -> AgentConfig:
     return AgentConfig(behaviour=f"behaviours.{function.__name__}", **more)
-
-
-def play(
-    store_url: str,
-    specs: dict[str, AgentConfig],
-    scene: Callable[[Agents], Awaitable[None]],
-    model: Any = None,
-    **how: Any,
-) -> None:
-    async def run() -> None:
-        async with asyncio.timeout(60):
-            client = model or ScriptedModelClient()
-            settings = {"settings": FAST, **how}
-            async with run_agents(specs, client, store_url, **settings) as agents:
-                await scene(agents)
-
-    asyncio.run(run())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        await asyncio.sleep(0.01)
 
 
 def test_an_answer_and_who_gave_it(store_url: str) -> None:

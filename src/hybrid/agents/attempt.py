@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+from hybrid.agents import tracing
 from hybrid.agents.aio import end
 from hybrid.agents.behaviour import Context
 from hybrid.agents.board import Board
@@ -65,6 +66,12 @@ class Attempts:
 
     async def run(self, lease: Lease, specs: Mapping[str, AgentSpec]) -> str:
         """Run a lease to its end; returns a word for it."""
+        with tracing.attempt(lease.task) as ended:
+            word, error = await self._run(lease, specs)
+            ended(word, error)
+        return word
+
+    async def _run(self, lease: Lease, specs: Mapping[str, AgentSpec]) -> tuple[str, str | None]:
         spec = specs.get(lease.task.agent)
         if spec is None:  # not seen yet, or removed: another host may know it, or it comes back
             return await self._again(lease, f"agent {lease.task.agent!r} is not there")
@@ -74,8 +81,8 @@ class Attempts:
             function = resolve_behaviour(spec.behaviour, f"agent {spec.name!r}")
             async with asyncio.timeout(context.remaining_s) as limit:
                 result = await run(function, context)
-        except (StaleLease, Cancelled):
-            return "lost"
+        except (StaleLease, Cancelled) as e:
+            return "lost", _text(e)
         except TimeoutError as e:
             if limit is None or not limit.expired():  # one of the behaviour's own
                 return await self._again(lease, f"{type(e).__name__}: {e}")
@@ -92,7 +99,7 @@ class Attempts:
 
     async def _settle(
         self, lease: Lease, context: Context, result: Done | Handoff | Suspended
-    ) -> str:
+    ) -> tuple[str, str | None]:
         mailbox = self._mailbox
         call: Callable[[], Awaitable[Any]]
         match result:
@@ -109,26 +116,28 @@ class Attempts:
                 )
         try:
             await self._end(lease, call, context.settled)
-        except (StaleLease, Cancelled):
-            return "lost"
+        except (StaleLease, Cancelled) as e:
+            return "lost", _text(e)
         except HybridError as e:  # no means left for a child, an output that cannot be stored
             return await self._fail(lease, e)
-        return word
+        return word, None
 
-    async def _fail(self, lease: Lease, error: HybridError) -> str:
+    async def _fail(self, lease: Lease, error: HybridError) -> tuple[str, str]:
         failed = Outcome(state="failed", error=_text(error))
         try:
             await self._end(lease, lambda: self._mailbox.complete(lease, failed))
-        except (StaleLease, Cancelled):
-            return "lost"
-        return "failed"
+        except (StaleLease, Cancelled) as e:
+            return "lost", _text(e)
+        return "failed", _text(error)
 
-    async def _again(self, lease: Lease, error: str, delay_s: float | None = None) -> str:
+    async def _again(
+        self, lease: Lease, error: str, delay_s: float | None = None
+    ) -> tuple[str, str]:
         try:
             await self._end(lease, lambda: self._mailbox.retry(lease, error, delay_s=delay_s))
-        except (StaleLease, Cancelled):
-            return "lost"
-        return "retried"
+        except (StaleLease, Cancelled) as e:
+            return "lost", _text(e)
+        return "retried", error
 
     async def _end(
         self,

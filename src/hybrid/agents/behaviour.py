@@ -24,6 +24,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hybrid.agents import tracing
 from hybrid.agents.durable import Durable
 from hybrid.agents.steps import Journal, Scored
 from hybrid.agents.tools import ToolCall, ToolRegistry
@@ -149,9 +150,14 @@ class Context(Durable):
                 tenant=self.task.tenant,
                 deadline=self.task.deadline,
             )
-            chunk = await (
-                self._streamed(request, key) if self.task.stream else self._client.generate(request)
-            )
+            with tracing.model_call("text_completion", request.model) as noted:
+                chunk = await (
+                    self._streamed(request, key)
+                    if self.task.stream
+                    else self._client.generate(request)
+                )
+                tokens = (chunk.prompt_tokens, chunk.completion_tokens)
+                noted(dict(zip(("input_tokens", "output_tokens"), tokens, strict=True)))
             used = chunk.prompt_tokens + chunk.completion_tokens
             value = {**vars(chunk), "provenance": chunk.provenance and vars(chunk.provenance)}
             return value, {"tokens": used, "model_calls": 1}
@@ -179,16 +185,17 @@ class Context(Durable):
             )
 
         async def run(key: str) -> tuple[Any, dict[str, float]]:
-            result = await self._client.score(
-                ScoreRequest(
-                    id=self._request_id(key),
-                    model=model or self.model,
-                    prompt=self._prompt(input, prompt),
-                    choices=among,
-                    tenant=self.task.tenant,
-                    deadline=self.task.deadline,
-                )
+            request = ScoreRequest(
+                id=self._request_id(key),
+                model=model or self.model,
+                prompt=self._prompt(input, prompt),
+                choices=among,
+                tenant=self.task.tenant,
+                deadline=self.task.deadline,
             )
+            with tracing.model_call("score", request.model) as noted:
+                result = await self._client.score(request)
+                noted({"input_tokens": result.prompt_tokens})
             top = max(result.logprobs)
             total = sum(math.exp(p - top) for p in result.logprobs)
             value = {
@@ -213,7 +220,8 @@ class Context(Durable):
                 timeout_s=self.remaining_s,
                 tenant=self.task.tenant,
             )
-            return await tool(call), {"tool_calls": 1}
+            with tracing.tool_call(name, call.idempotency_key):
+                return await tool(call), {"tool_calls": 1}
 
         return await self._once(f"tool {name}", run, pure=False)
 

@@ -12,8 +12,10 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hybrid.agents import tracing
 from hybrid.agents.steps import Handoff, Journal, Suspended, answer_of, place_of, to_json
 from hybrid.errors import Conflict, NotFound
 
@@ -81,7 +83,7 @@ class Durable:
             TaskFailed: it failed, died or was cancelled; the message carries its error.
         """
         key = self._next(f"ask {agent}")
-        child = self.task.child(agent, input, key=key)
+        child = self._child(agent, input, key)
         if child.id in self._journal:
             return answer_of(agent, self._journal[child.id])
         self._present(agent, "asks")
@@ -99,7 +101,7 @@ class Durable:
         """
         key = self._next(f"handoff {agent}")
         self._present(agent, "hands on to")
-        return Handoff(self.task.child(agent, input, key=key))
+        return Handoff(self._child(agent, input, key))
 
     async def receive(self, name: str, timeout_s: float | None = None) -> Any:
         """Wait, without lease or slot, for a signal from outside: an approval, a person's answer.
@@ -174,6 +176,10 @@ class Durable:
                 " depends on something outside its steps; submit the task anew"
             )
         return key
+
+    def _child(self, agent: str, input: Any, key: str) -> Task:
+        child = self.task.child(agent, input, key=key)
+        return replace(child, trace=tracing.child_carrier(self.task)) if tracing.on() else child
 
     def _present(self, agent: str, doing: str) -> None:
         if agent not in self.specs:

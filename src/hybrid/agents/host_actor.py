@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from hybrid.agents import tracing
 from hybrid.agents.host import AgentHost
 from hybrid.config import ProjectConfig
 
@@ -55,7 +56,11 @@ class HostActor:
         calm_gc()
         limit_memory(self._arguments[2].agents.swarm.host_memory_mib)
         self._host = host
-        await host.run()
+        end_traces = tracing.configure()
+        try:
+            await host.run()
+        finally:
+            await asyncio.to_thread(end_traces)
 
     async def stats(self) -> dict[str, Any]:
         """See `AgentHost.stats`; and the node, and where its event loop stands if it is blocked."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header
@@ -98,10 +98,13 @@ async def submit(
     svc: Svc,
     who: Tenant,
     idempotency_key: Annotated[str | None, Header()] = None,
+    traceparent: Annotated[str | None, Header()] = None,
 ) -> Response:
     """Submit a task: answered once it is stored, and with its result if that comes in `wait_s`."""
     spec = await svc.specs.get(name)
     task = _task(spec, body, who, idempotency_key)
+    if traceparent is not None:  # the caller's trace goes on beneath the task
+        task = replace(task, trace={"traceparent": traceparent})
     if body.wait_s:
         view = await svc.mailbox.run(task, body.wait_s)
     else:
