@@ -15,6 +15,8 @@ from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection
 from redis.exceptions import RedisError, ResponseError, TimeoutError
 
+from hybrid.agents.store_cluster import ClusterClient
+
 _CALL_S = 10.0
 
 
@@ -28,7 +30,7 @@ class Line:
     """
 
     def __init__(self, client: Redis) -> None:
-        self._client = client
+        self._client: Any = client
         self._connection: AbstractConnection | None = None
 
     async def call(self, command: tuple[Any, ...]) -> Any:
@@ -39,12 +41,13 @@ class Line:
             RedisError, OSError: the connection broke, or nothing came for 10 s; whether the command
                 was carried out is unknown.
         """
+        if isinstance(self._client, ClusterClient):
+            return await self._client.execute_command(*command)  # it knows which node
         if self._connection is not None and _hung_up(self._connection):
             await self.close()  # known before anything is sent: nothing is in doubt
         connection = self._connection
         if connection is None:
-            pool: Any = self._client.connection_pool
-            connection = await pool.get_connection()
+            connection = await self._client.connection_pool.get_connection()
             assert isinstance(connection, AbstractConnection)
             connection.socket_timeout = None  # the timer below is cheaper
             self._connection = connection

@@ -20,7 +20,7 @@ import subprocess
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
 import redis
 import redis.asyncio
@@ -29,6 +29,7 @@ from redis.backoff import NoBackoff
 from redis.connection import HiredisRespSerializer
 from redis.exceptions import RedisError
 
+from hybrid.agents.store_cluster import ClusterClient, connect_cluster, is_cluster
 from hybrid.errors import Conflict, PortInUse, StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -250,11 +251,15 @@ class _Connection(redis.asyncio.Connection):
 
 
 def connect(url: str, *, connections: int = _CONNECTIONS) -> redis.asyncio.Redis:
-    """A client over a pool that waits for a free connection rather than raising.
+    """A client over a pool that waits for a free connection rather than raising; with a
+    `redis+cluster://` URL, one of a cluster (see `store_cluster`), used in the same way.
 
     No retries here: a call whose connection broke may have been carried out, and only the caller
     knows whether it can be made twice.
     """
+    if is_cluster(url):
+        client = connect_cluster(url, connections=connections, timeout_s=_CALL_TIMEOUT_S)
+        return cast(redis.asyncio.Redis, client)
     plain = {"connection_class": _Connection} if url.startswith("redis://") else {}
     pool = redis.asyncio.BlockingConnectionPool.from_url(
         url,
@@ -284,22 +289,30 @@ async def check(client: redis.asyncio.Redis) -> None:
     Raises:
         StoreUnavailable: it is down, older than 7, or evicts under memory pressure.
     """
+    nodes: Any = client
     try:
-        info: dict[str, Any] = await client.info("server")
-        memory: dict[str, Any] = await client.info("memory")
-        persistence: dict[str, Any] = await client.info("persistence")
+        for section in ("server", "memory", "persistence"):
+            if isinstance(nodes, ClusterClient):
+                found = await nodes.infos(section)
+            else:
+                found = [await client.info(section)]
+            for info in found:
+                _check_section(section, info)
     except (TimeoutError, RedisError, OSError) as e:
         raise unavailable(e) from e
+
+
+def _check_section(section: str, info: dict[str, Any]) -> None:
     version = str(info.get("valkey_version") or info.get("redis_version", "0"))
-    if int(version.split(".")[0]) < 7:
+    if section == "server" and int(version.split(".")[0]) < 7:
         raise StoreUnavailable(f"the store is version {version}; hybrid needs Valkey or Redis >= 7")
-    policy = memory.get("maxmemory_policy", "noeviction")
+    policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         raise StoreUnavailable(
             f"the store's maxmemory-policy is {policy}: it would drop tasks when memory is short;"
             " set it to noeviction"
         )
-    if not persistence.get("aof_enabled"):
+    if section == "persistence" and not info.get("aof_enabled"):
         log.warning(
             "the store's append-only file is off: acknowledged tasks are lost when it restarts;"
             " set appendonly yes"
