@@ -249,6 +249,8 @@ class StoreConfig(_Section):
     """Events kept of a root task and all beneath it, for those who listen; 0 keeps none."""
     max_steps: int = Field(10000, ge=1)
     """Journal entries of one task."""
+    max_payload_mib: int = Field(64, ge=1)
+    """MiB of one input or result. Over 256 KiB it is kept as a blob beside the registry."""
     lease_s: float = Field(15, gt=0)
     """Seconds a lease lasts without renewal."""
     max_attempts: int = Field(4, ge=1)

@@ -20,6 +20,7 @@ from hybrid import config
 from hybrid.agents.aio import end
 from hybrid.agents.host import AgentHost
 from hybrid.agents.mailbox import Mailbox
+from hybrid.agents.payloads import payloads_of
 from hybrid.agents.spec import SpecStore
 from hybrid.agents.store import EmbeddedStore, connect
 from hybrid.agents.task import Task, TaskView
@@ -185,7 +186,7 @@ async def run_agents(
         {"run": {"name": "test"}, "model": {"name": "base"}, **(settings or {})}
     )
     client = connect(store_url)
-    mailbox = Mailbox(client, project.store)
+    mailbox = Mailbox(client, project.store, payloads_of(project))
     running: list[asyncio.Task[None]] = []
     try:
         await mailbox.install()

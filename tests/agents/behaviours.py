@@ -122,3 +122,13 @@ async def pipeline(ctx: Context) -> Any:
     """Generate, then hand on to `echo`."""
     draft = await ctx.generate(prompt="one two three")
     return ctx.handoff("echo", draft.text + " four")
+
+
+async def outer(ctx: Context) -> Any:
+    """Ask `upper`; the length of the input, and its answer."""
+    return [len(ctx.task.input), await ctx.ask("upper", ctx.task.input)]
+
+
+async def upper(ctx: Context) -> Any:
+    """The input in capitals."""
+    return ctx.task.input.upper()

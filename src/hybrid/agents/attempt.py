@@ -77,6 +77,7 @@ class Attempts:
             return await self._again(lease, f"agent {lease.task.agent!r} is not there")
         limit: asyncio.Timeout | None = None
         try:
+            lease = await self._mailbox.whole(lease)
             context = self._context(lease, spec, specs)
             function = resolve_behaviour(spec.behaviour, f"agent {spec.name!r}")
             async with asyncio.timeout(context.remaining_s) as limit:

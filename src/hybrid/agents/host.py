@@ -20,6 +20,7 @@ from hybrid.agents.attempt import Attempts
 from hybrid.agents.clients import ModelClient
 from hybrid.agents.lease import Lease
 from hybrid.agents.mailbox import Mailbox
+from hybrid.agents.payloads import payloads_of
 from hybrid.agents.spec import AgentSpec, SpecStore
 from hybrid.agents.store import connect
 from hybrid.agents.tools import ToolRegistry
@@ -60,7 +61,7 @@ class AgentHost:
     ) -> None:
         self.name = name
         self._redis = connect(store_url)
-        self.mailbox = Mailbox(self._redis, config.store)
+        self.mailbox = Mailbox(self._redis, config.store, payloads_of(config))
         self._concurrency = config.agents.swarm.concurrency
         self._renew_s = config.store.lease_s / 3
         self._spec_store = SpecStore(self._redis)

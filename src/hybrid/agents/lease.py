@@ -24,6 +24,9 @@ PAYLOAD_LIMIT = 256 * 1024
 """Bytes of an envelope or a result; larger things belong in a blob store, named by digest."""
 
 
+BY_REFERENCE = "@"
+"""What a stored result begins with that is a reference: no JSON does."""
+
 _compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
@@ -66,19 +69,24 @@ def prefix(partition: int) -> str:
 
 def envelope_text(task: Task) -> str:
     """A task as stored. Raises InvalidRequest: over 256 KiB."""
-    return _limited(task.to_json(), "the task")
+    return limited(task.to_json(), "the task")
 
 
 def payload_text(value: Any, what: str) -> str:
     """A JSON value as stored. Raises InvalidRequest: no JSON, or over 256 KiB."""
+    return limited(json_text(value, what), what)
+
+
+def json_text(value: Any, what: str) -> str:
+    """A JSON value of any size. Raises InvalidRequest: it is none."""
     try:
-        text = _compact(value)
+        return _compact(value)
     except (TypeError, ValueError) as e:
         raise InvalidRequest(f"{what} is not JSON: {e}") from None
-    return _limited(text, what)
 
 
-def _limited(text: str, what: str) -> str:
+def limited(text: str, what: str) -> str:
+    """The text, if the store takes it. Raises InvalidRequest: over 256 KiB, or no Unicode."""
     try:
         size = len(text.encode())
     except UnicodeEncodeError as e:
@@ -163,10 +171,13 @@ def read_view(fields: Mapping[str, str], history: Sequence[str]) -> TaskView:
     usage = {k[2:]: float(v) for k, v in fields.items() if k.startswith("u:")}
     for unit, amount in json.loads(fields.get("used") or "{}").items():
         usage[unit] = usage.get(unit, 0.0) + amount
+    stored = fields["result"]
+    by_reference = stored.startswith(BY_REFERENCE)
     return TaskView(
         task=Task.from_json(fields["envelope"]).with_attempt(int(fields["attempt"])),
         state=cast(State, fields["state"]),
-        result=json.loads(fields["result"]) if fields["result"] else None,
+        result=json.loads(stored) if stored and not by_reference else None,
+        result_ref=stored[1:] if by_reference else None,
         error=fields["error"] or None,
         attempts=int(fields["tries"]),
         updated=int(fields["updated"]) / 1000,

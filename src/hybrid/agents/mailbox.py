@@ -16,6 +16,7 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -23,15 +24,18 @@ from redis.asyncio import Redis
 
 from hybrid.agents.batch import Batch
 from hybrid.agents.lease import (
+    BY_REFERENCE,
     PAYLOAD_LIMIT,
     Lease,
     Outcome,
-    envelope_text,
+    json_text,
+    limited,
     payload_text,
     read_lease,
     refused,
 )
 from hybrid.agents.listener import POLL_S
+from hybrid.agents.payloads import Payloads
 from hybrid.agents.senders import Senders
 from hybrid.agents.task import State, Task
 from hybrid.config import StoreConfig
@@ -51,10 +55,13 @@ class Mailbox(Senders):
     Args:
         client: from `hybrid.agents.store.connect`.
         config: partitions, depth, lease, attempts and retention.
+        payloads: where inputs and results over 256 KiB are kept; without it they are refused.
     """
 
-    def __init__(self, client: Redis, config: StoreConfig) -> None:
-        super().__init__(client, config)
+    def __init__(
+        self, client: Redis, config: StoreConfig, payloads: Payloads | None = None
+    ) -> None:
+        super().__init__(client, config, payloads)
         self._turn = 0
 
     async def lease(
@@ -160,6 +167,24 @@ class Mailbox(Senders):
                 }
         return states
 
+    async def whole(self, lease: Lease) -> Lease:
+        """The lease with what is kept outside the store: its input, its children's results.
+
+        Raises:
+            RegistryError, IntegrityError, Unavailable: it cannot be had.
+        """
+        far = {
+            name: value["ref"]
+            for name, value in lease.journal.items()
+            if isinstance(value, dict) and len(value) == 4 and "ref" in value and "state" in value
+        }
+        if lease.task.payload is None and not far:
+            return lease
+        journal = dict(lease.journal)
+        for name, ref in far.items():
+            journal[name] = {**journal[name], "result": json.loads(await self.fetch(ref))}
+        return replace(lease, task=await self.whole_task(lease.task), journal=journal)
+
     def write(
         self, lease: Lease, name: str, value: Any, usage: Mapping[str, float] | None = None
     ) -> asyncio.Future[list[Any]]:
@@ -218,7 +243,8 @@ class Mailbox(Senders):
         """
         till = "" if until is None else int(until * 1000)
         names = json.dumps(list(signals)) if signals else ""
-        await self._held("wait_on", lease, till, names, *map(envelope_text, children))
+        envelopes = [await self._envelope(child) for child in children]
+        await self._held("wait_on", lease, till, names, *envelopes)
 
     async def delegate(self, lease: Lease, child: Task) -> None:
         """Hand on to a child: however it ends, this task ends.
@@ -226,7 +252,7 @@ class Mailbox(Senders):
         Raises:
             BudgetExceeded: no hops left; nothing was changed. StaleLease, Cancelled.
         """
-        await self._ended(lease, "delegate", (), (envelope_text(child),))
+        await self._ended(lease, "delegate", (), (await self._envelope(child),))
 
     async def complete(self, lease: Lease, outcome: Outcome) -> None:
         """End a task: result, board writes, child submissions and release in one call.
@@ -236,12 +262,16 @@ class Mailbox(Senders):
         """
         at = self.prefix_of(lease.task.tenant)
         writes = [part for w in outcome.board for part in w.arguments(at, lease.task.tenant)]
-        result = "" if outcome.result is None else payload_text(outcome.result, "the result")
+        result = "" if outcome.result is None else json_text(outcome.result, "the result")
+        if self._payloads is not None and len(result.encode()) > PAYLOAD_LIMIT:
+            result = BY_REFERENCE + await self._payloads.put(result, "the result")
+        limited(result, "the result")
+        envelopes = [await self._envelope(child) for child in outcome.children]
         await self._ended(
             lease,
             "complete",
             (outcome.state, result, outcome.error or ""),
-            (len(outcome.board), *writes, *map(envelope_text, outcome.children)),
+            (len(outcome.board), *writes, *envelopes),
             outcome.usage,
         )
 

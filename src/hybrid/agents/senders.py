@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 import zlib
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from redis.asyncio import Redis
 
 from hybrid.agents import library
 from hybrid.agents.batch import Batch
-from hybrid.agents.lease import envelope_text, fingerprint, payload_text, pieces, prefix, read_view
+from hybrid.agents.lease import (
+    PAYLOAD_LIMIT,
+    envelope_text,
+    fingerprint,
+    json_text,
+    payload_text,
+    pieces,
+    prefix,
+    read_view,
+)
 from hybrid.agents.listener import POLL_S, Listener
+from hybrid.agents.payloads import Payloads
 from hybrid.agents.task import State, Task, TaskView
 from hybrid.config import StoreConfig
-from hybrid.errors import BudgetExceeded, Conflict, InvalidRequest, NotFound, RateLimited
+from hybrid.errors import (
+    BudgetExceeded,
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    RateLimited,
+    Unavailable,
+)
 
 
 class Senders:
@@ -26,14 +45,18 @@ class Senders:
     Args:
         client: from `hybrid.agents.store.connect`.
         config: partitions, depth, lease, attempts and retention.
+        payloads: where inputs and results over 256 KiB are kept; without it they are refused.
 
     Attributes:
         prefixes: of its partitions.
         listener: what the store announces.
     """
 
-    def __init__(self, client: Redis, config: StoreConfig) -> None:
+    def __init__(
+        self, client: Redis, config: StoreConfig, payloads: Payloads | None = None
+    ) -> None:
         self.client = client
+        self._payloads = payloads
         self.config = config
         self.prefixes = [prefix(i) for i in range(config.partitions)]
         self.listener = Listener(client, self.prefixes)
@@ -71,7 +94,7 @@ class Senders:
         return await self._submit(task, "")
 
     async def _submit(self, task: Task, waiter: str) -> str:
-        text = envelope_text(task)
+        text = await self._envelope(task)
         reply = await self.call(task.tenant, "submit", text, fingerprint(task), waiter)
         match reply[0]:
             case "full":
@@ -104,7 +127,7 @@ class Senders:
             if task_id == task.id:
                 await asyncio.wait({answer}, timeout=min(timeout_s, POLL_S))
                 if answer.done():
-                    return answer.result()
+                    return await self._whole(answer.result())
         return await self.wait(task_id, max(0.0, deadline - time.monotonic()))
 
     async def view(self, task_id: str) -> TaskView:
@@ -112,7 +135,7 @@ class Senders:
         for batch in self._batches.values():
             reply = await batch.call("view", task_id)
             if reply[0] == "ok":
-                return read_view(pieces(reply[1]), reply[2])
+                return await self._whole(read_view(pieces(reply[1]), reply[2]))
         raise NotFound(f"no task {task_id!r}; finished ones are kept {self.config.retain_s:g} s")
 
     async def wait(self, task_id: str, timeout_s: float) -> TaskView:
@@ -159,6 +182,39 @@ class Senders:
             raise Conflict(f"task {task_id} is {reply[1]} and hears no signal")
         if reply[0] == "steps":
             raise InvalidRequest(f"task {task_id} holds store.max_steps journal entries")
+
+    # --- what is too large for the store ---
+
+    async def _envelope(self, task: Task) -> str:
+        """A task as stored; a large input goes to the blobs first."""
+        text = task.to_json()
+        if self._payloads is None or len(text) * 4 <= PAYLOAD_LIMIT:
+            return envelope_text(task)
+        if len(text.encode(errors="surrogatepass")) > PAYLOAD_LIMIT:
+            ref = await self._payloads.put(json_text(task.input, "the input"), "the input")
+            task = replace(task, input=None, payload=ref)
+        return envelope_text(task)
+
+    async def _whole(self, view: TaskView) -> TaskView:
+        """The task with what was kept elsewhere."""
+        if view.task.payload is None and view.result_ref is None:
+            return view
+        task, result = await self.whole_task(view.task), view.result
+        if view.result_ref is not None:
+            result = json.loads(await self.fetch(view.result_ref))
+        return replace(view, task=task, result=result)
+
+    async def whole_task(self, task: Task) -> Task:
+        """A task with its input. Raises RegistryError, IntegrityError, Unavailable."""
+        if task.payload is None:
+            return task
+        return replace(task, input=json.loads(await self.fetch(task.payload)))
+
+    async def fetch(self, ref: str) -> str:
+        """A text that was kept by reference. Raises RegistryError, IntegrityError, Unavailable."""
+        if self._payloads is None:
+            raise Unavailable(f"payload {ref} is kept where this process does not look")
+        return await self._payloads.get(ref)
 
     # --- plumbing -----------------------------------------------------------------------
 

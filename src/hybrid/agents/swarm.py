@@ -11,22 +11,25 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 from hybrid._ray_compat import draining_nodes
 from hybrid.agents.fleet import NAMESPACE, PLACE_S, Host, adopt_hosts, start_host
 from hybrid.agents.mailbox import Mailbox
+from hybrid.agents.payloads import payloads_of
 from hybrid.agents.scaling import Scaler
 from hybrid.agents.store import connect
 from hybrid.agents.upkeep import Upkeep
 from hybrid.config import ProjectConfig
-from hybrid.errors import PlacementError, StoreUnavailable, Unavailable
+from hybrid.errors import HybridError, PlacementError, StoreUnavailable, Unavailable
 from hybrid.pools import HEAD
 
 log = logging.getLogger(__name__)
 SWARM = "hybrid-swarm"
 _LOOK_S = 0.5
 _SURPLUS_DRAIN_S = 10.0
+_PRUNE_S = 3600.0
 _NOTICE_MARGIN_S = 2.0
 """A host on a node that is being taken away is gone this long before the node."""
 
@@ -59,7 +62,9 @@ class Swarm:
         self._hosts: dict[str, Host] = {}
         self._wanted = settings.hosts
         self._gone: dict[str, str] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._payloads = payloads_of(project)
+        self._prune_at = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._loop = asyncio.create_task(self._run())
 
@@ -70,7 +75,22 @@ class Swarm:
                 await self._look()
             except Exception:
                 log.exception("swarm: looking after the hosts failed; trying again")
+            if time.monotonic() >= self._prune_at:
+                self._prune_at = time.monotonic() + _PRUNE_S
+                self._beside(self._prune())
             await asyncio.sleep(_LOOK_S)
+
+    async def _prune(self) -> None:
+        try:
+            await asyncio.to_thread(self._payloads.prune)
+        except (HybridError, OSError) as e:
+            log.warning("swarm: old payloads are not removed: %s", e)
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something beside everything else."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def ping(self) -> bool:
         """Whether it answers."""
@@ -152,9 +172,7 @@ class Swarm:
             with contextlib.suppress(StoreUnavailable):
                 await self._upkeep.lost(host.name, "the host was drained")
 
-        task = asyncio.create_task(leave())
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._beside(leave())
 
 
 # --- from outside -------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ class Task:
     """One request to one agent. Children inherit root, deadline, tenant, trace and budget.
 
     Times are UNIX seconds. `input` is any JSON value. `attempt` is the fencing token: 0 until the
-    first lease, then the number of the current one. `stream`: whether the tokens of its model calls
+    first lease, then the number of the current one. `payload` names the input where it is kept as a
+    blob, too large for the store. `stream`: whether the tokens of its model calls
     are told to who listens.
     """
 
@@ -60,6 +61,7 @@ class Task:
     max_attempts: int | None = None
     trace: dict[str, str] = field(default_factory=dict)
     stream: bool = False
+    payload: str | None = None
     created: float = field(default_factory=time.time)
     v: int = ENVELOPE_VERSION
 
@@ -137,6 +139,7 @@ class TaskView:
     updated: float = 0.0
     history: tuple[Attempt, ...] = ()
     usage: dict[str, float] = field(default_factory=dict)
+    result_ref: str | None = None
 
     @property
     def finished(self) -> bool:

@@ -83,12 +83,13 @@ class Gateway:
     ) -> None:
         from hybrid.agents.events import Events
         from hybrid.agents.mailbox import Mailbox
+        from hybrid.agents.payloads import payloads_of
         from hybrid.agents.spec import SpecStore
         from hybrid.agents.store import connect
         from hybrid.serving.handles import ModelHandle
 
         client = connect(store_url)
-        mailbox = Mailbox(client, project.store)
+        mailbox = Mailbox(client, project.store, payloads_of(project))
         await mailbox.install()
         self.services = Services(
             config=project,

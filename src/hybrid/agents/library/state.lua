@@ -195,8 +195,12 @@ function finish(c, id, state, result, err, f, used)
     return
   end
   redis.call('SREM', P .. ':p:' .. parent, id)
-  redis.call('HSET', P .. ':j:' .. parent, id, '{"state":"' .. state .. '","result":'
-    .. (result == '' and 'null' or result) .. ',"error":'
+  local plain, ref = result, ''
+  if result:sub(1, 1) == '@' then  -- kept as a blob: no JSON, but its reference
+    plain, ref = '', ',"ref":' .. cjson.encode(result:sub(2))
+  end
+  redis.call('HSET', P .. ':j:' .. parent, id, '{"state":"' .. state .. '"' .. ref .. ',"result":'
+    .. (plain == '' and 'null' or plain) .. ',"error":'
     .. (err == '' and 'null' or cjson.encode(err)) .. '}')
   if above == 'waiting' and redis.call('EXISTS', P .. ':p:' .. parent) == 0 then
     redis.call('ZREM', P .. ':delayed', parent)
