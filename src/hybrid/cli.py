@@ -216,6 +216,29 @@ def agents_remove(name: str, config: Config = DEFAULT, as_json: AsJson = False) 
     _print({"removed": name}, as_json, f"removed {name}")
 
 
+@agents_app.command("dead", epilog="Example: hybrid agents dead citation")
+def agents_dead(name: str, config: Config = DEFAULT, as_json: AsJson = False) -> None:
+    """An agent's dead letter: tasks that were given up, and why."""
+    data = _open(config).dead_letter(name)
+    table = Table("task", "attempts", "error", "input")
+    for task in data:
+        shown = json.dumps(task["input"], ensure_ascii=False)
+        table.add_row(task["id"], str(task["attempts"]), escape(task["error"]), escape(shown[:60]))
+    _print(data, as_json, table)
+
+
+@agents_app.command("replay", epilog="Example: hybrid agents replay 5d0e… --timeout 60")
+def agents_replay(
+    task: Annotated[str, typer.Argument(help="Id of a dead task.")],
+    timeout: Annotated[float | None, typer.Option(help="Seconds until its new deadline.")] = None,
+    config: Config = DEFAULT,
+    as_json: AsJson = False,
+) -> None:
+    """Try a dead task again, from its last finished step."""
+    data = _open(config).replay(task, timeout_s=timeout)
+    _print(data, as_json, f"task {data['id']} is {data['state']}")
+
+
 @models_app.command("list", epilog="Example: hybrid models list")
 def models_list(config: Config = DEFAULT, as_json: AsJson = False) -> None:
     """Everything published, and what is served."""

@@ -338,6 +338,20 @@ class Project:
         with self.http() as client:
             request(client, "DELETE", f"/v1/agents/{name}")
 
+    def dead_letter(self, name: str) -> list[dict[str, Any]]:
+        """An agent's tasks that were given up, newest first, with their history."""
+        with self.http() as client:
+            found: list[dict[str, Any]] = request(client, "GET", f"/v1/agents/{name}/dead")["data"]
+            return found
+
+    def replay(self, task_id: str, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """Try a dead task again, from its last finished step."""
+        with self.http() as client:
+            body = {"timeout_s": timeout_s}
+            path = f"/v1/tasks/{task_id}/replay"
+            found: dict[str, Any] = request(client, "POST", path, json=body)
+            return found
+
     def models(self) -> list[dict[str, Any]]:
         """Everything published, newest version first, and what is served."""
         registry = self.registry

@@ -132,3 +132,8 @@ async def outer(ctx: Context) -> Any:
 async def upper(ctx: Context) -> Any:
     """The input in capitals."""
     return ctx.task.input.upper()
+
+
+async def asker(ctx: Context) -> Any:
+    """Ask `echo`."""
+    return await ctx.ask("echo", "x")

@@ -20,6 +20,7 @@ from hybrid.config import AgentConfig
 from hybrid.gateway.app import create_app
 from hybrid.gateway.services import Services
 from hybrid.testing import ScriptedModelClient, run_agents
+from hybrid.wire import Chunk, GenerateRequest
 
 SPECS = {
     "echo": AgentConfig(),
@@ -27,17 +28,22 @@ SPECS = {
     "approval": AgentConfig(behaviour="behaviours.approval"),
     "flaky": AgentConfig(behaviour="behaviours.twice", timeout_s=30),
     "linger": AgentConfig(behaviour="behaviours.linger"),
+    "asker": AgentConfig(behaviour="behaviours.asker"),
 }
 STORE = {"lease_s": 5.0, "max_attempts": 2, "retain_s": 60}
 
 
 @contextlib.asynccontextmanager
-async def gateway(store_url: str, **store: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def gateway(
+    store_url: str, model: ScriptedModelClient | None = None, **store: Any
+) -> AsyncIterator[httpx.AsyncClient]:
     """Agents and the HTTP application, in this process, over real HTTP."""
     settings = {"store": {**STORE, **store}}
     project = config.parse({"run": {"name": "t"}, "model": {"name": "base"}, **settings})
     listening = connect(store_url, connections=64)
-    async with run_agents(SPECS, ScriptedModelClient(), store_url, settings=settings) as agents:
+    async with run_agents(
+        SPECS, model or ScriptedModelClient(), store_url, settings=settings
+    ) as agents:
         services = Services(
             config=project,
             models=None,  # type: ignore[arg-type]
@@ -222,3 +228,53 @@ def test_a_key_is_for_one_request(tmp_path: Path) -> None:
         assert other.status_code == 409
 
     play(scene, tmp_path)
+
+
+def test_odd_names_and_bodies_are_refused_not_failed_on(tmp_path: Path) -> None:
+    async def scene(http: httpx.AsyncClient, store: EmbeddedStore) -> None:
+        for name in ("a%2Fb", "a%00b", "..", "%20", "x" * 300, "nai%CC%88ve"):
+            for method, path in (
+                ("PUT", f"/v1/agents/{name}"),
+                ("POST", f"/v1/agents/{name}/tasks"),
+                ("DELETE", f"/v1/agents/{name}"),
+            ):
+                answer = await http.request(method, path, json={"input": 1})
+                assert 400 <= answer.status_code < 500, (method, path, answer.text)
+                assert answer.json()["error"]["message"]
+        for body in (b"", b"{", b"[]", b'{"input": 1, "wait_s": -1}', b'{"input": NaN, "x": 1}'):
+            answer = await http.post("/v1/agents/echo/tasks", content=body)
+            assert answer.status_code == 400, body
+        odd = {"input": "x", "conversation": "c\u0000\n/../🦜", "wait_s": 20}
+        key = {"Idempotency-Key": "k" * 500}
+        answer = await http.post("/v1/agents/echo/tasks", json=odd, headers=key)
+        assert answer.json()["state"] == "done"
+        large = await http.post("/v1/agents/echo/tasks", json={"input": "x" * 1_000_000})
+        assert large.status_code == 202
+
+    play(scene, tmp_path)
+
+
+def test_cancelling_stops_a_generation_within_a_second(tmp_path: Path) -> None:
+    stopped: list[float] = []
+
+    class Endless(ScriptedModelClient):
+        async def generate(self, request: GenerateRequest) -> Chunk:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                stopped.append(time.monotonic())
+            raise AssertionError
+
+    async def run(store: EmbeddedStore) -> None:
+        async with asyncio.timeout(60), gateway(store.url, Endless()) as http:
+            task = (await post(http, "asker", input="x"))["id"]
+            seen = await events(http, task, stop_at=6)
+            assert seen[-1][2]["agent"] == "echo"
+            began = time.monotonic()
+            assert (await http.delete(f"/v1/tasks/{task}")).json()["state"] == "cancelled"
+            while not stopped:
+                assert time.monotonic() - began < 1
+                await asyncio.sleep(0.01)
+
+    with EmbeddedStore(tmp_path / "store") as store:
+        asyncio.run(run(store))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, Protocol, TypeVar
@@ -102,6 +103,12 @@ class ServeModelClient:
 
         try:
             return await call
+        except asyncio.CancelledError:
+            # The task was cancelled, its lease lost, its deadline passed: nobody wants the answer.
+            cancel = getattr(call, "cancel", None)
+            if cancel is not None:
+                cancel()
+            raise
         except HybridError:
             raise
         except RayTaskError as e:
