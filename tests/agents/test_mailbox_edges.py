@@ -20,6 +20,7 @@ from hybrid.errors import (
     NotFound,
     RateLimited,
     StaleLease,
+    StoreUnavailable,
     Unavailable,
 )
 
@@ -231,5 +232,33 @@ def test_a_resting_host_is_woken_and_a_busy_one_is_not(store_url: str) -> None:
         [lease] = await resting
         assert lease.task.id == task
         assert time.monotonic() - began < 0.9, "it did not wait for its next look"
+
+    play(store_url, scene)
+
+
+def wrapped(value: object, depth: int) -> object:
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("depth", [900, 990, 5000])
+def test_what_one_call_stumbles_over_harms_no_neighbour(store_url: str, depth: int) -> None:
+    async def scene(m: Mailbox) -> None:
+        deep = wrapped([], depth)
+        await m.client.set("hybrid:{h0}:r:broken", "not ours")
+        results = await asyncio.gather(
+            m.submit(Task(agent="a", input=1)),
+            m.submit(Task(agent="a", input=wrapped(deep, 150))),
+            m.submit(Task(agent="broken", input=1)),
+            m.submit(Task(agent="b", input=1)),
+            return_exceptions=True,
+        )
+        assert m.round_trips[1] - m.round_trips[0] >= 2, "they shared a call"
+        assert [type(r) for r in results] == [str, InvalidRequest, StoreUnavailable, str]
+        lease = await one(m, ["a"])
+        for bad in ({"a b": 1}, {"x": float("nan")}):
+            with pytest.raises(InvalidRequest, match="no amount"):
+                await m.record(lease, "1:s", 1, usage=bad)
 
     play(store_url, scene)

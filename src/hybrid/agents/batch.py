@@ -20,7 +20,7 @@ from hybrid.agents import library
 from hybrid.agents.aio import end
 from hybrid.agents.line import Line
 from hybrid.agents.store import unavailable
-from hybrid.errors import HybridError, StoreUnavailable
+from hybrid.errors import HybridError, InvalidRequest, StoreUnavailable
 
 _MOST_OPERATIONS = 128
 _MOST_BYTES = 1 << 20
@@ -148,7 +148,11 @@ class Batch:
                 self._fail(taken, e)
                 continue
             for operation, reply in zip(taken, replies, strict=True):
-                if not operation.reply.done():
+                if operation.reply.done():
+                    continue
+                if reply and reply[0] == "error":
+                    operation.reply.set_exception(self._refused(str(reply[1])))
+                else:
                     operation.reply.set_result(reply)
 
     def _take(self) -> list[Operation]:
@@ -183,14 +187,19 @@ class Batch:
                 return cast(list[list[Any]], await self._line.call(tuple(arguments)))
             except ResponseError as e:
                 if last or not library.missing(e):
-                    raise StoreUnavailable(
-                        f"the store refuses a call of the mailbox under {self._prefix}: {e}"
-                    ) from e
+                    raise self._refused(str(e)) from e
             except (RedisError, OSError) as e:
                 raise unavailable(e) from e
             # A store that came back empty, or a new one.
             await self._install()
         raise AssertionError("unreachable")
+
+    def _refused(self, why: str) -> HybridError:
+        if "nested data structures" in why:  # the server's JSON reader has a limit of its own
+            return InvalidRequest("what is sent is nested too deeply for the store")
+        return StoreUnavailable(
+            f"the store refuses a call of the mailbox under {self._prefix}: {why}"
+        )
 
     @staticmethod
     def _fail(operations: list[Operation], error: HybridError) -> None:

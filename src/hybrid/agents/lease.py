@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from hybrid.agents.board import BoardWrite
@@ -81,7 +82,7 @@ def json_text(value: Any, what: str) -> str:
     """A JSON value of any size. Raises InvalidRequest: it is none."""
     try:
         return _compact(value)
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, RecursionError) as e:
         raise InvalidRequest(f"{what} is not JSON: {e}") from None
 
 
@@ -106,6 +107,20 @@ def fingerprint(task: Task) -> str:
     return hashlib.sha256(what.encode()).hexdigest()[:32]
 
 
+def usage_text(usage: Mapping[str, float]) -> str:
+    """Usage as the library takes it; empty for none. By hand: it is written at every step.
+
+    Raises:
+        InvalidRequest: a unit that is no identifier, or an amount that is no finite number.
+    """
+    if not usage:
+        return ""
+    for unit, amount in usage.items():
+        if not unit.isidentifier() or not math.isfinite(amount):
+            raise InvalidRequest(f"usage {unit!r}: {amount!r} is no amount")
+    return "{" + ",".join(f'"{unit}":{amount!r}' for unit, amount in usage.items()) + "}"
+
+
 def pieces(flat: Sequence[str]) -> dict[str, str]:
     """A hash as the store lists it: name, value, name, …"""
     return dict(zip(flat[::2], flat[1::2], strict=True))
@@ -123,12 +138,8 @@ def read_lease(item: Sequence[Any], owner: str, now: int, expires: int) -> Lease
     """
     _, envelope, attempt, deadline, begun, journal = item
     ours = time.time() - now / 1000
-    task = Task.from_json(envelope)
-    task = replace(
-        task,
-        attempt=int(attempt),
-        deadline=float(deadline) / 1000 + ours if float(deadline) else None,
-    )
+    until = float(deadline) / 1000 + ours if deadline != "0" else None
+    task = Task.from_json(envelope, attempt=int(attempt), deadline=until)
     return Lease(
         task=task,
         owner=owner,

@@ -33,6 +33,7 @@ from hybrid.agents.lease import (
     payload_text,
     read_lease,
     refused,
+    usage_text,
 )
 from hybrid.agents.listener import POLL_S
 from hybrid.agents.payloads import Payloads
@@ -198,7 +199,7 @@ class Mailbox(Senders):
 
         def arguments() -> tuple[str | int, ...]:
             text = payload_text(value, f"step {name!r}")
-            return task.id, task.attempt, name, text, json.dumps(usage) if usage else ""
+            return task.id, task.attempt, name, text, usage_text(usage or {})
 
         return self._batch(lease).later(task.id, "record", arguments, (name, usage))
 
@@ -309,8 +310,8 @@ class Mailbox(Senders):
         for step in late:
             for unit, amount in (step.note[1] or {}).items():
                 total[unit] = total.get(unit, 0) + amount
-        steps = json.dumps([step.note[0] for step in late]) if late else ""
-        charged = json.dumps(total) if total else ""
+        steps = "\0".join(step.note[0] for step in late)
+        charged = usage_text(total)
         try:
             await self._held(name, lease, *before, charged, steps, *after)
         except BaseException as e:

@@ -91,14 +91,20 @@ class Task:
         return replace(self, attempt=attempt)
 
     def to_json(self) -> str:
-        """Compact JSON, as stored."""
+        """Compact JSON, as stored. Raises InvalidRequest: the input is no JSON."""
         # Not `asdict`: it copies the input, which may be large, on the busiest path there is.
         fields = {**vars(self), "budget": vars(self.budget)}
-        return _compact(fields)
+        try:
+            return _compact(fields)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise InvalidRequest(f"the input is not JSON, or nested too deeply: {e}") from None
 
     @classmethod
-    def from_json(cls, raw: str | bytes) -> Task:
+    def from_json(cls, raw: str | bytes, **now: Any) -> Task:
         """Read a stored envelope.
+
+        Args:
+            now: fields that have other values by now.
 
         Raises:
             InvalidRequest: not an envelope, or of a version this code does not know.
@@ -111,7 +117,7 @@ class Task:
                     f"task envelope version {version!r}; this hybrid reads {ENVELOPE_VERSION}"
                 )
             data["budget"] = Budget(**data["budget"])
-            return cls(**data)
+            return cls(**{**data, **now})
         except (ValueError, TypeError, KeyError) as e:
             raise InvalidRequest(f"not a task envelope: {e!r}") from None
 

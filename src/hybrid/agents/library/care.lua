@@ -87,7 +87,10 @@ local function batch(keys, args)
     local a = {}
     for i = 1, n do a[i] = args[at + 1 + i] end
     at = at + 2 + n
-    replies[#replies + 1] = op[name] and op[name](c, a) or {'unknown', name}
+    -- What one operation stumbles over is its own caller's affair, not its neighbours'.
+    local fine, reply = pcall(op[name] or function() return {'unknown', name} end, c, a)
+    if not fine then reply = {'error', type(reply) == 'table' and reply.err or tostring(reply)} end
+    replies[#replies + 1] = reply
   end
   tell(c)
   for _ = 1, math.min(c.lined - c.taken, 64) do
