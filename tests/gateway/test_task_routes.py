@@ -162,7 +162,7 @@ def test_the_dead_letter_is_inspected_and_replayed(tmp_path: Path) -> None:
         assert [d["id"] for d in dead] == [view["id"]]
         assert [h["outcome"] for h in dead[0]["history"]] == ["retry", "retry"]
         again = await http.post(f"/v1/tasks/{view['id']}/replay", json={"timeout_s": 20})
-        assert again.json()["state"] == "queued"
+        assert again.json()["state"] in ("queued", "leased", "done")
         done = (await http.get(f"/v1/tasks/{view['id']}", params={"wait_s": 20})).json()
         assert done["state"] == "done"
         assert (await http.get("/v1/agents/flaky/dead")).json()["data"] == []

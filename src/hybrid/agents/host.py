@@ -12,20 +12,21 @@ import contextlib
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Coroutine
 from typing import Any
 
 from hybrid.agents.aio import end, whole
 from hybrid.agents.attempt import Attempts
 from hybrid.agents.clients import ModelClient
-from hybrid.agents.lease import Lease
+from hybrid.agents.lease import Lease, read_lease
 from hybrid.agents.mailbox import Mailbox
 from hybrid.agents.payloads import payloads_of
 from hybrid.agents.spec import AgentSpec, SpecStore
 from hybrid.agents.store import connect
 from hybrid.agents.tools import ToolRegistry
 from hybrid.config import ProjectConfig
-from hybrid.errors import Cancelled, StaleLease, StoreUnavailable
+from hybrid.errors import Cancelled, InvalidRequest, StaleLease, StoreUnavailable
 
 log = logging.getLogger(__name__)
 _STORE_PAUSE_S = 0.25
@@ -74,6 +75,8 @@ class AgentHost:
         self._held: dict[str, Lease] = {}
         self._busy: Counter[str] = Counter()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._waiting: dict[str, deque[Lease]] = {}
+        self._errands: set[asyncio.Task[None]] = set()
         self._dropped: set[str] = set()
         self._draining = False
         self._known = asyncio.Event()
@@ -102,6 +105,7 @@ class AgentHost:
             asyncio.create_task(self._beats(), name="beat"),
         ]
         self.mailbox.listener.on_cancel = self._drop
+        self.mailbox.listener.on_lease = self._handed
         try:
             await self._known.wait()
             while not self._draining:
@@ -116,7 +120,7 @@ class AgentHost:
             await whole(self._close(helpers))
 
     async def _close(self, helpers: list[asyncio.Task[None]]) -> None:
-        await end(*helpers, *self._running.values())
+        await end(*helpers, *self._running.values(), *self._errands)
         await self._attempts.journal.close()
         await self.mailbox.close()
         await self._redis.aclose()
@@ -128,14 +132,40 @@ class AgentHost:
             self.mailbox.listener.work.clear()
             await self.mailbox.rest(_IDLE_S)
             return
-        leases, idle_s = await self.mailbox.take(self.name, free, cap=self._cap, room=self._room())
+        leases, idle_s = await self.mailbox.take(
+            self.name, free, cap=self._cap, room=self._room(), handed=True
+        )
         for lease in leases:
-            task_id = lease.task.id
-            self._held[task_id] = lease
-            self._busy[lease.task.agent] += 1
-            self._running[task_id] = asyncio.create_task(self._handle(lease), name=task_id)
+            self._start(lease)
         if idle_s and not self._draining:
             await self.mailbox.rest(idle_s)
+
+    def _handed(self, now: int, expires: int, item: list[Any]) -> None:
+        """A lease that the store sent while this host was resting."""
+        try:
+            lease = read_lease(item, self.name, now, expires)
+        except InvalidRequest:
+            return  # of another version; when it runs out, the task is another's
+        if self._draining:
+            self._beside(self._give_back(lease))
+        else:
+            self._start(lease)
+
+    def _start(self, lease: Lease) -> None:
+        """Run a lease; one for which its agent has no room here is held until it has."""
+        task_id, agent = lease.task.id, lease.task.agent
+        self._held[task_id] = lease
+        spec = self._specs.get(agent)
+        if spec is not None and self._busy[agent] >= spec.max_concurrency:
+            self._waiting.setdefault(agent, deque()).append(lease)
+            return
+        self._busy[agent] += 1
+        self._running[task_id] = asyncio.create_task(self._handle(lease), name=task_id)
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
 
     def _room(self) -> dict[str, int]:
         """How many more of an agent may run here, where that is less than of an idle one."""
@@ -153,6 +183,11 @@ class AgentHost:
             if not self._busy[lease.task.agent]:
                 del self._busy[lease.task.agent]
             self.mailbox.listener.work.set()
+            waiting = self._waiting.get(lease.task.agent)
+            if waiting and not self._draining:
+                following = waiting.popleft()
+                if following.task.id in self._held:
+                    self._start(following)
 
     async def drain(self, deadline_s: float) -> dict[str, int]:
         """Stop leasing, finish what ends in time, give back the rest; the attempt does not count.
@@ -163,7 +198,10 @@ class AgentHost:
         self._draining = True
         self.mailbox.listener.work.set()
         ends = time.monotonic() + deadline_s
-        held = len(self._running)
+        waiting = [lease for line in self._waiting.values() for lease in line]
+        held = len(self._running) + len(waiting)
+        for lease in waiting:
+            await self._give_back(lease)
         if self._running:
             left = max(0.0, ends - time.monotonic() - _GIVE_BACK_S)
             await asyncio.wait(list(self._running.values()), timeout=left)
@@ -198,6 +236,8 @@ class AgentHost:
     def _drop(self, task_id: str) -> None:
         """Stop work on a task that is no longer ours."""
         running = self._running.get(task_id)
+        if running is None:
+            self._held.pop(task_id, None)  # it was waiting for room
         if running is not None and not running.done():
             self._dropped.add(task_id)
             running.cancel()

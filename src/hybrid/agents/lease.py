@@ -137,6 +137,7 @@ def read_lease(item: Sequence[Any], owner: str, now: int, expires: int) -> Lease
         InvalidRequest: an envelope of a version this code does not know.
     """
     _, envelope, attempt, deadline, begun, journal = item
+    journal = journal or ()  # an empty list of the server's JSON is an empty object
     ours = time.time() - now / 1000
     until = float(deadline) / 1000 + ours if deadline != "0" else None
     task = Task.from_json(envelope, attempt=int(attempt), deadline=until)

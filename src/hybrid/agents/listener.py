@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
@@ -16,6 +17,7 @@ from hybrid.agents.aio import end
 from hybrid.agents.lease import pieces, read_view
 from hybrid.agents.task import State, TaskView
 
+log = logging.getLogger(__name__)
 POLL_S = 1.0
 """A lost announcement costs whoever waits for it this long: pub/sub promises nothing."""
 _AGAIN_S = 0.2
@@ -29,6 +31,8 @@ class Listener:
         work: set when there may be work for this host, and after a broken connection.
         woken: the turn of the last wake heard; 0 after it was used.
         on_cancel: called with the id of a task of this host that was cancelled.
+        on_lease: called with a lease that was sent to this host: the server's time, when it expires
+            (both milliseconds), and what `read_lease` reads.
     """
 
     def __init__(self, client: Redis, prefixes: Sequence[str]) -> None:
@@ -42,6 +46,7 @@ class Listener:
         self.work = asyncio.Event()
         self.woken = 0
         self.on_cancel: Callable[[str], None] | None = None
+        self.on_lease: Callable[[int, int, list[Any]], None] | None = None
 
     async def hear(self, name: str) -> None:
         """Subscribe to `ended`, `ended:inner`, `host:OWNER` or `to:WAITER` of every partition.
@@ -121,7 +126,10 @@ class Listener:
                 if name.startswith("host:"):
                     self.work.set()  # what was announced before is looked for
             elif message["type"] == "message":
-                self._announced(name, str(message["data"]))
+                try:
+                    self._announced(name, str(message["data"]))
+                except Exception:  # who else listens must go on hearing
+                    log.exception("%s: %.200s", message["channel"], message["data"])
 
     def _announced(self, name: str, data: str) -> None:
         if name.startswith("to:"):
@@ -135,6 +143,9 @@ class Listener:
             if head == "wake":
                 self.woken = int(tail)
                 self.work.set()
+            elif head == "lease" and self.on_lease is not None:
+                now, expires, item = json.loads(tail)
+                self.on_lease(now, expires, item)
             elif head == "cancel" and self.on_cancel is not None:
                 self.on_cancel(tail)
             return

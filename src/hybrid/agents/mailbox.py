@@ -94,6 +94,7 @@ class Mailbox(Senders):
         cap: int = 1 << 20,
         room: Mapping[str, int] | None = None,
         sleep: bool = True,
+        handed: bool = False,
     ) -> tuple[list[Lease], float]:
         """Lease once, without waiting. Also does what time demands: leases that expired are tried
         again, delays end, deadlines pass, schedules come due.
@@ -103,6 +104,8 @@ class Mailbox(Senders):
             cap: most of one agent.
             room: most of an agent, where that is less than `cap`.
             sleep: whether the caller is going to `rest` when there is none.
+            handed: whether it also takes leases that are sent to it (`listener.on_lease`). Not from
+                a cluster, whose servers cannot tell whether anybody hears.
 
         Returns:
             Leases, and for how many seconds at most to rest before the next look; 0 when there is
@@ -116,11 +119,14 @@ class Mailbox(Senders):
         if agents is None and room:
             whose += [part for pair in room.items() for part in pair]
         lease_ms = int(self.config.lease_s * 1000)
+        asleep = 0
+        if sleep:
+            asleep = 2 if handed and isinstance(self.client, Redis) else 1
         for step in range(len(self.prefixes)):
             if len(found) >= count:
                 break
             batch = self._batches[self.prefixes[(self._turn + step) % len(self.prefixes)]]
-            wanted = (count - len(found), cap, int(sleep), self.listener.woken)
+            wanted = (count - len(found), cap, asleep, self.listener.woken)
             now, expires, items, due, left = await batch.call(
                 "lease", owner, lease_ms, *wanted, *whose
             )
@@ -130,12 +136,16 @@ class Mailbox(Senders):
             for item in items:
                 try:
                     found.append(read_lease(item, owner, now, expires))
-                except InvalidRequest as e:  # of another version: another host may know it
-                    note, later = f"host {owner}: {e.message}", int(_UNREADABLE_S * 1000)
-                    await batch.call("release", item[0], item[2], later, note)
+                except InvalidRequest as e:
+                    await self._unread(batch, item, f"host {owner}: {e.message}")
         self._turn += 1
         self.listener.woken = 0
         return found, 0.0 if found and more else idle_s
+
+    @staticmethod
+    async def _unread(batch: Batch, item: list[Any], note: str) -> None:
+        """Leave a task of another version to others, who may know it."""
+        await batch.call("release", item[0], item[2], int(_UNREADABLE_S * 1000), note)
 
     async def rest(self, seconds: float) -> None:
         """Wait until there may be work (`listener.work`), at most so long.

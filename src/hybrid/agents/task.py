@@ -19,7 +19,7 @@ from hybrid.errors import InvalidRequest
 
 ENVELOPE_VERSION = 1
 
-_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 State = Literal["scheduled", "queued", "leased", "waiting", "done", "failed", "cancelled", "dead"]
 TERMINAL: frozenset[State] = frozenset({"done", "failed", "cancelled", "dead"})

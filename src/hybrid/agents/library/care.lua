@@ -9,7 +9,7 @@ function op.lost(c, a)
       n = n + 1
     end
   end
-  redis.call('SREM', c.P .. ':sleepers', a[1])
+  redis.call('HDEL', c.P .. ':sleepers', a[1])
   return {n}
 end
 
@@ -92,11 +92,8 @@ local function batch(keys, args)
     if not fine then reply = {'error', type(reply) == 'table' and reply.err or tostring(reply)} end
     replies[#replies + 1] = reply
   end
+  serve(c)
   tell(c)
-  for _ = 1, math.min(c.lined - c.taken, 64) do
-    if redis.call('EXISTS', c.P .. ':ready', c.P .. ':recurring') == 0 then break end
-    wake_one(c, 1)
-  end
   return replies
 end
 

@@ -71,13 +71,13 @@ local function hand_out(c, id, agent, owner, expires)
   return {id, f[1], attempt, f[2], begun, journal}
 end
 
--- owner, lease (ms), count, cap an agent, sleep (1: be woken when there is work), woken (turn of the
--- wake that led here, or 0), 'all' then agent and room in pairs where room is below the cap, or
+-- owner, lease (ms), count, cap an agent, sleep (0: no; 1: be woken when there is work; 2: be handed
+-- it), woken (turn of the wake that led here, or 0), 'all' then agent and room in pairs where room is below the cap, or
 -- 'only' then agents → now, expires, leases, next due, whether there is more
 function op.lease(c, a)
   local owner, lease_ms, wanted, cap = a[1], tonumber(a[2]), tonumber(a[3]), tonumber(a[4])
-  local sleeps, woken, mode = a[5] == '1', tonumber(a[6]), a[7]
-  redis.call('SREM', c.P .. ':sleepers', owner)
+  local sleeps, woken, mode = a[5] ~= '0', tonumber(a[6]), a[7]
+  redis.call('HDEL', c.P .. ':sleepers', owner)
   sweep(c)
   local agents, room, more = {}, {}, 0
   if mode == 'only' then
@@ -116,10 +116,56 @@ function op.lease(c, a)
   if #found < wanted then
     -- What this host has no room for another may take; a wake is not handed on for ever.
     if #found == 0 and more == 1 and woken > 0 and woken < 8 then wake_one(c, woken + 1) end
-    if sleeps then redis.call('SADD', c.P .. ':sleepers', owner) end
+    if sleeps then
+      local any = a[5] == '2' and #a == 7 and '1' or '0'
+      local free = wanted - #found
+      redis.call('HSET', c.P .. ':sleepers', owner, free .. ' ' .. lease_ms .. ' ' .. any)
+    end
   end
   local due = agenda[c.P].due
   return {c.now, expires, found, due < math.huge and string.format('%.0f', due) or '', more}
+end
+
+-- Work that nobody took in this call goes to hosts that rest: a task is leased to one and sent to it,
+-- which spares a round trip; or a host is told to look.
+local function serve(c)
+  local sleepers = c.P .. ':sleepers'
+  for _ = 1, math.min(c.lined - c.taken, 64) do
+    local agent = redis.call('ZRANGE', c.P .. ':ready', 0, 0)[1]
+    if not agent then
+      if redis.call('EXISTS', c.P .. ':recurring') == 1 then wake_one(c, 1) end
+      return
+    end
+    local owner = redis.call('HRANDFIELD', sleepers)
+    if not owner then return end
+    local free, lease_ms, any = redis.call('HGET', sleepers, owner):match('(%d+) (%d+) (%d)')
+    if any == '0' then
+      wake_one(c, 1)
+    else
+      free = tonumber(free) - 1
+      if free > 0 then
+        redis.call('HSET', sleepers, owner, free .. ' ' .. lease_ms .. ' 1')
+      else
+        redis.call('HDEL', sleepers, owner)
+      end
+      local id = redis.call('ZPOPMIN', c.P .. ':r:' .. agent)[1]
+      if redis.call('EXISTS', c.P .. ':r:' .. agent) == 0 then
+        redis.call('ZREM', c.P .. ':ready', agent)
+      end
+      if id then
+        local expires = c.now + tonumber(lease_ms)
+        local item = hand_out(c, id, agent, owner, expires)
+        local sent = redis.call('PUBLISH', c.P .. ':host:' .. owner,
+          'lease ' .. cjson.encode({c.now, expires, item}))
+        if sent == 0 then  -- it is gone; the task was in nobody's hands
+          redis.call('HDEL', sleepers, owner)
+          redis.call('ZREM', c.P .. ':leases', id)
+          redis.call('HINCRBY', c.P .. ':t:' .. id, 'tries', -1)
+          ready_again(c, id)
+        end
+      end
+    end
+  end
 end
 
 -- lease (ms), then id and attempt in pairs → expires, then each one's state
