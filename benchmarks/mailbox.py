@@ -177,7 +177,7 @@ def ray_actor() -> Any:
                 await self.store.hset(f"chain:{chain}", HOPS[at], text)
             return text
 
-    return ray.remote(num_cpus=0, max_concurrency=1000)(Peer)
+    return ray.remote(num_cpus=0, max_concurrency=20_000)(Peer)
 
 
 @contextlib.contextmanager
@@ -311,7 +311,7 @@ def say(line: str) -> None:
 
 async def compare(quick: bool, langgraph: str | None, autogen: str | None) -> Table:
     """Measure everyone in turn."""
-    one, many, rounds = (40, 600, 2) if quick else (100, 1500, 5)
+    one, many, rounds = (40, 500, 2) if quick else (100, 1000, 5)
     table = Table()
     ours = {"ours, fsync always": Ours("always"), "ours, fsync everysec": Ours("everysec")}
     programs = {

@@ -133,7 +133,8 @@ class AgentHost:
             await self.mailbox.rest(_IDLE_S)
             return
         leases, idle_s = await self.mailbox.take(
-            self.name, free, cap=self._cap, room=self._room(), handed=True
+            # Who has work in hand fetches more with the next call anyhow, many at a time.
+            self.name, free, cap=self._cap, room=self._room(), handed=not self._held
         )
         for lease in leases:
             self._start(lease)

@@ -143,8 +143,8 @@ local function serve(c)
       wake_one(c, 1)
     else
       free = tonumber(free) - 1
-      if free > 0 then
-        redis.call('HSET', sleepers, owner, free .. ' ' .. lease_ms .. ' 1')
+      if free > 0 then  -- no longer idle: of more it is told, and fetches it
+        redis.call('HSET', sleepers, owner, free .. ' ' .. lease_ms .. ' 0')
       else
         redis.call('HDEL', sleepers, owner)
       end
