@@ -370,23 +370,18 @@ def claims(table: Table, langgraph: bool, autogen: bool) -> dict[str, Any]:
     fair = ("ray nested, written through", "ray pipelined, written through")
     found: dict[str, Any] = {}
 
-    def p50(name: str, ours: str, peers: tuple[str, ...]) -> None:
-        peer = min(map(table.p50, peers))
-        mine = table.p50(ours)
+    def claim(name: str, mine: float, peer: float, digits: int) -> None:
         found[name] = {
-            "ours": round(mine, 3),
-            "peer": round(peer, 3),
+            "ours": round(mine, digits),
+            "peer": round(peer, digits),
             "ratio": round(mine / peer, 3),
         }
 
+    def p50(name: str, ours: str, peers: tuple[str, ...]) -> None:
+        claim(name, table.p50(ours), min(map(table.p50, peers)), 2)
+
     def rate(name: str, ours: str, peers: tuple[str, ...]) -> None:
-        peer = max(map(table.rate, peers))
-        mine = table.rate(ours)
-        found[name] = {
-            "ours": round(mine, 1),
-            "peer": round(peer, 1),
-            "ratio": round(mine / peer, 2),
-        }
+        claim(name, table.rate(ours), max(map(table.rate, peers)), 0)
 
     for suffix, ours in (("", "ours, fsync always"), ("_everysec", "ours, fsync everysec")):
         p50(f"chain_p50_vs_ray{suffix}", ours, bare)

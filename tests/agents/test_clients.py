@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from tests_support import serving
 
 from hybrid.agents.clients import HttpModelClient, ServeModelClient
 from hybrid.errors import (
@@ -90,12 +90,8 @@ class Handler(BaseHTTPRequestHandler):
 def endpoint() -> Iterator[Endpoint]:
     server = Endpoint(("127.0.0.1", 0), Handler)
     server.seen = []
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(server):
+        yield server
 
 
 def request(model: str = "m") -> GenerateRequest:

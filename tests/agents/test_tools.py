@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from tests_support import serving
 
 from hybrid.agents.tools import ToolCall, ToolRegistry, http, load
 from hybrid.errors import ConfigError, InvalidRequest, NotFound, RateLimited, Unavailable
@@ -64,12 +64,8 @@ class Handler(BaseHTTPRequestHandler):
 def service() -> Iterator[Service]:
     server = Service(("127.0.0.1", 0), Handler)
     server.keys = []
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(server):
+        yield server
 
 
 def call(service: Service, path: str, timeout_s: float = 5, **args: Any) -> Any:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from http.server import ThreadingHTTPServer
+from typing import Any, TypeVar
 
 from hybrid.config import AgentConfig
 from hybrid.testing import Agents, ScriptedModelClient, run_agents
 
+Server = TypeVar("Server", bound=ThreadingHTTPServer)
 FAST = {"store": {"lease_s": 0.9, "max_attempts": 3}}
 
 
@@ -38,3 +42,16 @@ async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         await asyncio.sleep(0.01)
+
+
+@contextlib.contextmanager
+def serving(server: Server) -> Iterator[Server]:
+    """An HTTP server, in a thread."""
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -134,7 +134,11 @@ class AgentHost:
             return
         leases, idle_s = await self.mailbox.take(
             # Who has work in hand fetches more with the next call anyhow, many at a time.
-            self.name, free, cap=self._cap, room=self._room(), handed=not self._held
+            self.name,
+            free,
+            cap=self._cap,
+            room=self._room(),
+            handed=not self._held,
         )
         for lease in leases:
             self._start(lease)
