@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
+
+import pytest
+
+from hybrid._ray_compat import draining_nodes
 
 
 def test_cluster_schema() -> None:
@@ -17,3 +22,10 @@ def test_local_cluster() -> None:
 
     assert "shutdown_at_exit" in inspect.signature(Cluster).parameters
     assert inspect.signature(Cluster.add_node).parameters["node_args"].kind.name == "VAR_KEYWORD"
+
+
+@pytest.mark.ray
+def test_nodes_that_are_drained_can_be_asked_for(ray_cluster: Any) -> None:
+    from ray._private.state import state
+
+    assert set(draining_nodes()) == set(state.get_draining_nodes())

@@ -224,7 +224,7 @@ def test_a_resting_host_is_woken_and_a_busy_one_is_not(store_url: str) -> None:
         client = m.client
         resting = asyncio.create_task(m.lease(None, "resting", 1, wait_s=20))
         deadline = time.monotonic() + 10
-        while not await client.hlen("hybrid:{h0}:sleepers"):
+        while not await client.hlen("hybrid:{h0}:resting"):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
         began = time.monotonic()

@@ -9,7 +9,7 @@ function op.lost(c, a)
       n = n + 1
     end
   end
-  redis.call('HDEL', c.P .. ':sleepers', a[1])
+  redis.call('HDEL', c.P .. ':resting', a[1])
   return {n}
 end
 

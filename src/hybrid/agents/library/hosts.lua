@@ -77,7 +77,7 @@ end
 function op.lease(c, a)
   local owner, lease_ms, wanted, cap = a[1], tonumber(a[2]), tonumber(a[3]), tonumber(a[4])
   local sleeps, woken, mode = a[5] ~= '0', tonumber(a[6]), a[7]
-  redis.call('HDEL', c.P .. ':sleepers', owner)
+  redis.call('HDEL', c.P .. ':resting', owner)
   sweep(c)
   local agents, room, more = {}, {}, 0
   if mode == 'only' then
@@ -119,7 +119,7 @@ function op.lease(c, a)
     if sleeps then
       local any = a[5] == '2' and #a == 7 and '1' or '0'
       local free = wanted - #found
-      redis.call('HSET', c.P .. ':sleepers', owner, free .. ' ' .. lease_ms .. ' ' .. any)
+      redis.call('HSET', c.P .. ':resting', owner, free .. ' ' .. lease_ms .. ' ' .. any)
     end
   end
   local due = agenda[c.P].due
@@ -129,24 +129,24 @@ end
 -- Work that nobody took in this call goes to hosts that rest: a task is leased to one and sent to it,
 -- which spares a round trip; or a host is told to look.
 local function serve(c)
-  local sleepers = c.P .. ':sleepers'
+  local resting = c.P .. ':resting'
   for _ = 1, math.min(c.lined - c.taken, 64) do
     local agent = redis.call('ZRANGE', c.P .. ':ready', 0, 0)[1]
     if not agent then
       if redis.call('EXISTS', c.P .. ':recurring') == 1 then wake_one(c, 1) end
       return
     end
-    local owner = redis.call('HRANDFIELD', sleepers)
+    local owner = redis.call('HRANDFIELD', resting)
     if not owner then return end
-    local free, lease_ms, any = redis.call('HGET', sleepers, owner):match('(%d+) (%d+) (%d)')
+    local free, lease_ms, any = redis.call('HGET', resting, owner):match('(%d+) (%d+) (%d)')
     if any == '0' then
       wake_one(c, 1)
     else
       free = tonumber(free) - 1
       if free > 0 then  -- no longer idle: of more it is told, and fetches it
-        redis.call('HSET', sleepers, owner, free .. ' ' .. lease_ms .. ' 0')
+        redis.call('HSET', resting, owner, free .. ' ' .. lease_ms .. ' 0')
       else
-        redis.call('HDEL', sleepers, owner)
+        redis.call('HDEL', resting, owner)
       end
       local id = redis.call('ZPOPMIN', c.P .. ':r:' .. agent)[1]
       if redis.call('EXISTS', c.P .. ':r:' .. agent) == 0 then
@@ -158,7 +158,7 @@ local function serve(c)
         local sent = redis.call('PUBLISH', c.P .. ':host:' .. owner,
           'lease ' .. cjson.encode({c.now, expires, item}))
         if sent == 0 then  -- it is gone; the task was in nobody's hands
-          redis.call('HDEL', sleepers, owner)
+          redis.call('HDEL', resting, owner)
           redis.call('ZREM', c.P .. ':leases', id)
           redis.call('HINCRBY', c.P .. ':t:' .. id, 'tries', -1)
           ready_again(c, id)

@@ -20,7 +20,7 @@
 --   open, tenants  hash  unfinished tasks an agent; unfinished root tasks a tenant
 --   dead:AGENT zset the dead letter
 --   recurring zset, recur:NAME hash  schedules by when they are next due
---   sleepers hash  hosts that wait for work: owner → free slots, lease (ms), whether it takes any
+--   resting hash   hosts that wait for work: owner → free slots, lease (ms), whether it takes any
 --                  agent's task (1) or has to look for itself what it has room for (0)
 -- Channels: P:ended and P:ended:inner ("ID STATE" of roots and of children), P:host:OWNER
 -- ("wake N", "lease JSON", "cancel ID"), P:to:WAITER (a finished task, whole, to who waits for it), P:board.
@@ -74,9 +74,9 @@ end
 -- One sleeping host hears that there is work. `turn` counts how often this wake was handed on.
 local function wake_one(c, turn)
   while true do
-    local owner = redis.call('HRANDFIELD', c.P .. ':sleepers')
+    local owner = redis.call('HRANDFIELD', c.P .. ':resting')
     if not owner then return end
-    redis.call('HDEL', c.P .. ':sleepers', owner)
+    redis.call('HDEL', c.P .. ':resting', owner)
     if redis.call('PUBLISH', c.P .. ':host:' .. owner, 'wake ' .. turn) > 0 then return end
   end
 end
