@@ -40,7 +40,7 @@ def project(**swarm: Any) -> ProjectConfig:
             "run": {"name": "swarm"},
             "model": {"name": "base"},
             "store": {"lease_s": 30},
-            "agents": {"swarm": {"blocked_s": 1.5, "host_memory_mib": 512, **swarm}},
+            "agents": {"swarm": {"blocked_s": 4, "host_memory_mib": 512, **swarm}},
         }
     )
 

@@ -43,8 +43,8 @@ class Host:
 
     @property
     def starting(self) -> bool:
-        """Whether it has not answered yet."""
-        return not self.stats
+        """Whether it does not lease yet."""
+        return not self.stats or "starting" in self.stats
 
     async def trouble(self, blocked_s: float) -> str | None:
         """Why it must be replaced, or None.
@@ -90,6 +90,8 @@ class Host:
 
         try:
             found: dict[str, Any] = await asyncio.wait_for(_call(self._actor, "stats"), _ANSWER_S)
+            if "starting" in found:
+                return {**found, "state": "pending", "problem": "it is starting"}
             return {**found, "state": "draining" if self.draining else "running"}
         except TimeoutError:
             problem = self._problem or "not placed yet, or busy"

@@ -46,6 +46,7 @@ class HostActor:
     async def run(self) -> None:
         """Run until drained."""
         import ray
+        import ray.serve  # takes seconds, and would block the event loop at the first model call
 
         from hybrid.agents.clients import ServeModelClient
 
@@ -65,7 +66,7 @@ class HostActor:
     async def stats(self) -> dict[str, Any]:
         """See `AgentHost.stats`; and the node, and where its event loop stands if it is blocked."""
         if self._host is None:
-            return {"name": self._arguments[0], "pid": os.getpid(), "in_flight": 0}
+            return {"name": self._arguments[0], "pid": os.getpid(), "starting": True}
         stats = {**self._host.stats(), "node": self._node}
         if stats["blocked_s"] > 1:
             frame = sys._current_frames().get(self._thread)

@@ -212,7 +212,12 @@ def start_swarm(config: ProjectConfig, store_url: str, timeout_s: float = 60) ->
                 raise Unavailable(f"actor {SWARM} cannot be replaced") from None
             time.sleep(0.1)
     while config.agents.swarm.hosts:
-        status = swarm_status()
+        try:
+            status = swarm_status()
+        except Unavailable:  # its process is still starting, on a busy machine
+            if time.monotonic() > deadline:
+                raise
+            continue
         if any(h["state"] == "running" for h in status["hosts"]):
             break
         problems = [h["problem"] for h in status["hosts"] if "node" in h.get("problem", "")]
