@@ -55,13 +55,22 @@ def from_envelope(
 ) -> HybridError:
     """The error that an endpoint's envelope stands for, by its code, else by its status.
 
+    Without a code of ours a status from 500 on is Unavailable, which is tried again.
+
     Args:
         error: the body's `error` object, as `HybridError.envelope` makes it.
     """
     kinds: list[type[HybridError]] = [HybridError, *_all_kinds(HybridError)]
     code = error.get("code")
     kind = next((k for k in kinds if k.code == code), None)
-    kind = kind or next((k for k in kinds[1:] if k.status == status), HybridError)
+    if kind is None:  # not one of ours: another server's 5xx is worth another attempt
+        by_status: dict[int, type[HybridError]] = {
+            401: Unauthorized,
+            404: NotFound,
+            409: Conflict,
+            429: RateLimited,
+        }
+        kind = by_status.get(status, Unavailable if status >= 500 else InvalidRequest)
     after = float(retry_after) if retry_after and retry_after.isdigit() else None
     message = str(error.get("message") or f"HTTP {status}")
     return kind(message, param=error.get("param"), retry_after=after)

@@ -103,7 +103,10 @@ async def http(call: ToolCall) -> dict[str, Any]:
         method, url = args.pop("method", "POST"), args.pop("url")
     except KeyError:
         raise InvalidRequest("tool http: url is missing", param="url") from None
-    headers = {**args.pop("headers", {}), **call.headers, "Idempotency-Key": call.idempotency_key}
+    given = {**args.pop("headers", {}), **call.headers}
+    # The key is the task's, however the behaviour spells a header of its own.
+    headers = {k: v for k, v in given.items() if str(k).lower() != "idempotency-key"}
+    headers["Idempotency-Key"] = call.idempotency_key
     allowed = {"json", "data", "params"}
     if not args.keys() <= allowed:
         raise InvalidRequest(
@@ -119,6 +122,8 @@ async def http(call: ToolCall) -> dict[str, Any]:
             async for piece in response.aiter_bytes():
                 body += piece
                 if len(body) > _MAX_BODY:
+                    if response.status_code == 429 or response.status_code >= 500:
+                        break  # it is worth another attempt, whatever it says
                     raise InvalidRequest(f"tool http: {url} answered more than 1 MiB")
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as e:
         raise InvalidRequest(f"tool http: {url!r}: {e}", param="url") from None
