@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _ids: ContextVar[tuple[int, int] | None] = ContextVar("attempt_ids", default=None)
 _tracer: Any = None
+# What the SDK's propagator takes up, no more: ids made of what it refuses would fit no parent.
+_TRACEPARENT = re.compile(
+    r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})(-.*)?"
+)
 
 
 def configure(
@@ -113,16 +118,26 @@ def span_id(task_id: str, attempt: int) -> int:
 
 def trace_id(task: Task) -> int:
     """The trace id: the sender's, or 128 bits of SHA-256 of the root's id."""
-    parts = task.trace.get("traceparent", "").split("-")
-    if len(parts) == 4 and len(parts[1]) == 32:
-        return int(parts[1], 16)
+    if sender := _sender(task):
+        return int(sender[0], 16)
     return int.from_bytes(hashlib.sha256(task.root.encode()).digest()[:16]) or 1
 
 
 def child_carrier(task: Task) -> dict[str, str]:
     """What a child of this attempt carries: the attempt is its parent span."""
     ids = f"{trace_id(task):032x}-{span_id(task.id, task.attempt):016x}"
-    return {**task.trace, "traceparent": f"00-{ids}-01"}
+    sender = _sender(task)
+    # Who began the trace has said whether it is sampled; a child does not decide it anew.
+    sampled = sender is None or int(sender[1], 16) & 1
+    return {**task.trace, "traceparent": f"00-{ids}-{'01' if sampled else '00'}"}
+
+
+def _sender(task: Task) -> tuple[str, str] | None:
+    """Trace id and flags of the sender's `traceparent`, in hexadecimal; None if it is not one."""
+    found = _TRACEPARENT.fullmatch(task.trace.get("traceparent", ""))
+    if found is None or (found[1] == "00" and found[4]):
+        return None
+    return found[2], found[3]
 
 
 @contextmanager
@@ -132,6 +147,7 @@ def attempt(task: Task) -> Iterator[Callable[[str, str | None], None]]:
         yield lambda outcome, error: None
         return
     from opentelemetry import trace
+    from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     trace_number = trace_id(task)
@@ -154,7 +170,8 @@ def attempt(task: Task) -> Iterator[Callable[[str, str | None], None]]:
     }
     if task.conversation:
         attributes["gen_ai.conversation.id"] = task.conversation
-    context = TraceContextTextMapPropagator().extract(task.trace) if task.trace else None
+    # Never the current context: a host starts an attempt while another one is ending.
+    context = TraceContextTextMapPropagator().extract(task.trace, Context())
     token = _ids.set((trace_number, span_id(task.id, task.attempt)))
     try:
         span = _tracer.start_span(
@@ -210,7 +227,7 @@ def tool_call(name: str, key: str) -> Iterator[None]:
         "gen_ai.tool.call.id": key,
     }
     with _tracer.start_as_current_span(
-        f"execute_tool {name}", kind=_kind("CLIENT"), attributes=attributes
+        f"execute_tool {name}", kind=_kind("INTERNAL"), attributes=attributes
     ):
         yield
 
