@@ -196,6 +196,10 @@ class PatientJournal:
         self._mailbox.write(lease, name, value, usage).add_done_callback(answered)
         return written
 
+    def hurry(self, lease: Lease) -> None:
+        """See `Journal.hurry`."""
+        self._mailbox.hurry(lease)
+
     async def _again(
         self,
         lease: Lease,

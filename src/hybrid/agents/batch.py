@@ -27,7 +27,7 @@ _MOST_BYTES = 1 << 20
 """A call of more is two: the store does nothing else while it carries one out."""
 
 _LATER_S = 0.002
-"""What can wait for the next call waits no longer than this for one."""
+"""What can wait is asked for so much later: by then its task may have ended, and need it no more."""
 
 Argument = str | int
 
@@ -40,7 +40,7 @@ class Operation:
     arguments: tuple[Argument, ...] | Callable[[], tuple[Argument, ...]]
     reply: asyncio.Future[list[Any]]
     note: Any = None
-    withdrawn: bool = False
+    due: float = 0.0
 
 
 class Batch:
@@ -82,16 +82,16 @@ class Batch:
         """
         reply: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._queue.append(Operation(name, arguments, reply))
-        self.go()
+        self._go()
         return await reply
 
     def later(
         self, whose: str, name: str, arguments: Callable[[], tuple[Argument, ...]], note: Any
     ) -> asyncio.Future[list[Any]]:
-        """The same, without waiting and with the next call: somebody else's, or one soon.
+        """The same, without waiting: it goes out within milliseconds.
 
         Args:
-            whose: by what `withdraw` finds it.
+            whose: by what `withdraw` and `hurry` find it.
             arguments: makes them when it goes out; a HybridError it raises is the reply.
             note: for who withdraws it.
 
@@ -99,22 +99,38 @@ class Batch:
             The reply, at which the caller must look in the end.
         """
         reply: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        operation = Operation(name, arguments, reply, note)
-        self._queue.append(operation)
-        self._late.setdefault(whose, []).append(operation)
+        due = asyncio.get_running_loop().time() + _LATER_S
+        self._late.setdefault(whose, []).append(Operation(name, arguments, reply, note, due))
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_LATER_S, self.go)
+            self._wake(due)
         return reply
 
     def withdraw(self, whose: str) -> list[Operation]:
         """What was asked for with `later` and has not gone out: it will not. Whoever withdraws
         answers it."""
-        late = self._late.pop(whose, [])
-        for operation in late:
-            operation.withdrawn = True
-        return late
+        return self._late.pop(whose, [])
 
-    def go(self) -> None:
+    def hurry(self, whose: str) -> None:
+        """What was asked for with `later` goes out before whatever is asked for next."""
+        late = self._late.pop(whose, None)
+        if late:
+            self._queue += late
+            self._go()
+
+    def _wake(self, due: float) -> None:
+        self._timer = asyncio.get_running_loop().call_at(due, self._go)
+
+    def _ripen(self) -> None:
+        """Queue what was to be later, and is due. Insertion order is due order."""
+        now = asyncio.get_running_loop().time()
+        while self._late:
+            whose, late = next(iter(self._late.items()))
+            if late[0].due > now:
+                break
+            del self._late[whose]
+            self._queue += late
+
+    def _go(self) -> None:
         """Send what waits."""
         if self._timer is not None:
             self._timer.cancel()
@@ -128,17 +144,19 @@ class Batch:
             self._timer.cancel()
             self._timer = None
         await end(self._runner)
-        self._fail(list(self._queue), StoreUnavailable("the mailbox is closed"))
+        left = [*self._queue, *(o for late in self._late.values() for o in late)]
         self._queue.clear()
+        self._late.clear()
+        self._fail(left, StoreUnavailable("the mailbox is closed"))
         await self._line.close()
 
     async def _run(self) -> None:
-        while self._queue:
+        while True:
             # Whoever is about to ask, because of the last answers, gets to.
             await asyncio.sleep(0)
             taken = self._take()
             if not taken:
-                continue
+                break
             try:
                 replies = await self._send(taken)
             except asyncio.CancelledError:
@@ -154,14 +172,16 @@ class Batch:
                     operation.reply.set_exception(self._refused(str(reply[1])))
                 else:
                     operation.reply.set_result(reply)
+        if self._late and self._timer is None:
+            self._wake(next(iter(self._late.values()))[0].due)
 
     def _take(self) -> list[Operation]:
         taken: list[Operation] = []
         size = 0
-        self._late.clear()
+        self._ripen()
         while self._queue and len(taken) < _MOST_OPERATIONS and size < _MOST_BYTES:
             operation = self._queue.popleft()
-            if operation.withdrawn or operation.reply.done():
+            if operation.reply.done():
                 continue  # its caller was cancelled before it was sent
             if callable(operation.arguments):
                 try:

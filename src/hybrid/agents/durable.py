@@ -202,6 +202,8 @@ class Durable:
         Raises:
             BudgetExceeded, StaleLease, Cancelled: what a write met with.
         """
+        if self._unwritten:
+            self._store.hurry(self._lease)
         while self._unwritten:
             await self._unwritten[0]
             self._unwritten.pop(0)
@@ -232,6 +234,7 @@ class Durable:
                 value = to_json(value, f"step {name!r} of agent {self.spec.name!r}")
             written = self._remember(key, value, usage)
             if not pure:
+                self._store.hurry(self._lease)
                 await written
         return value
 

@@ -199,8 +199,8 @@ class Mailbox(Senders):
     def write(
         self, lease: Lease, name: str, value: Any, usage: Mapping[str, float] | None = None
     ) -> asyncio.Future[list[Any]]:
-        """Begin to journal a finished step: it goes out with whatever this process asks for next,
-        within milliseconds, and before it. The reply is for `refused`.
+        """Begin to journal a finished step: it goes out within milliseconds, and before whatever
+        else is asked for this task. The reply is for `refused`.
 
         Raises, as the reply:
             InvalidRequest: not JSON, or over 256 KiB.
@@ -212,6 +212,10 @@ class Mailbox(Senders):
             return task.id, task.attempt, name, text, usage_text(usage or {})
 
         return self._batch(lease).later(task.id, "record", arguments, (name, usage))
+
+    def hurry(self, lease: Lease) -> None:
+        """What `write` began for this task goes out now."""
+        self._batch(lease).hurry(lease.task.id)
 
     async def record(
         self,
@@ -228,7 +232,7 @@ class Mailbox(Senders):
             StaleLease, Cancelled, InvalidRequest (over 256 KiB, too many steps).
         """
         written = self.write(lease, name, value, usage)
-        self._batch(lease).go()
+        self.hurry(lease)
         refused(lease, await written)
 
     async def emit(self, lease: Lease, kind: str, **fields: Any) -> None:
@@ -335,5 +339,6 @@ class Mailbox(Senders):
                 step.reply.set_result(["ok"])
 
     async def _held(self, name: str, lease: Lease, *args: str | int) -> list[Any]:
+        self.hurry(lease)
         task = lease.task
         return refused(lease, await self._batch(lease).call(name, task.id, task.attempt, *args))

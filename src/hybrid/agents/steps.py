@@ -36,6 +36,10 @@ class Journal(Protocol):
         """
         ...
 
+    def hurry(self, lease: Lease) -> None:
+        """Somebody waits for what was written: it goes out now."""
+        ...
+
     async def emit(self, lease: Lease, kind: str, fields: Mapping[str, Any]) -> None:
         """Tell the root's listeners; nothing depends on whether it arrives."""
         ...

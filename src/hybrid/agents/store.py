@@ -118,6 +118,8 @@ class EmbeddedStore:
             f"requirepass {self._password}\nappendonly yes\nappendfsync {self.fsync}\n"
             f"logfile {_quoted(log_file.resolve())}\n"
             'save ""\nmaxmemory-policy noeviction\ndaemonize no\nloglevel notice\n'
+            # Compacting the log takes a core for a while: rarer, and without compression.
+            "auto-aof-rewrite-min-size 256mb\nrdbcompression no\n"
         )
         # The parent could be gone before prctl is called; the child's parent id would tell.
         parent = os.getpid()

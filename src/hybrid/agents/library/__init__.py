@@ -17,7 +17,7 @@ from redis.exceptions import RedisError, ResponseError
 from hybrid.agents.store import unavailable
 
 NAME = "hybrid_mailbox_v1"
-EDITION = 3
+EDITION = 4
 """Raised with every change of the Lua files."""
 _PARTS = ("state", "senders", "hosts", "care")
 

@@ -79,7 +79,8 @@ local function batch(keys, args)
   local c = {
     P = keys[1], now = now, retain = tonumber(args[1]), attempts = args[2], depth = tonumber(args[3]),
     tenant_depth = tonumber(args[4]), events = tonumber(args[5]), steps = tonumber(args[6]),
-    shift = now - tonumber(args[7]), lined = 0, taken = 0, news = {}, ended = {}
+    shift = now - tonumber(args[7]), lined = 0, taken = 0, news = {}, ended = {}, lively = {},
+    counts = {open = {}, tenants = {}}, purses = {}
   }
   local replies, at = {}, 8
   while at <= #args do
@@ -93,6 +94,7 @@ local function batch(keys, args)
     replies[#replies + 1] = reply
   end
   serve(c)
+  settle(c)
   tell(c)
   return replies
 end

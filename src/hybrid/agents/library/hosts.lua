@@ -61,7 +61,7 @@ end
 local function hand_out(c, id, agent, owner, expires)
   local key = c.P .. ':t:' .. id
   local f = redis.call('HMGET', key, 'envelope', 'deadline', 'root', 'begun', 'attempt', 'tries',
-    'heard')
+    'noted')
   local attempt, begun = tonumber(f[5]) + 1, f[4] or c.now
   redis.call('HSET', key, 'state', 'leased', 'owner', owner, 'updated', c.now, 'attempt', attempt,
     'tries', tonumber(f[6]) + 1, 'begun', begun)
@@ -100,7 +100,7 @@ function op.lease(c, a)
           found[#found + 1] = hand_out(c, popped[i], agent, owner, expires)
         end
         if #popped / 2 < most then  -- it has no more
-          redis.call('ZREM', c.P .. ':ready', agent)
+          idle(c, agent)
           room[agent] = 0
           left = left - 1
         else
@@ -150,7 +150,7 @@ local function serve(c)
       end
       local id = redis.call('ZPOPMIN', c.P .. ':r:' .. agent)[1]
       if redis.call('EXISTS', c.P .. ':r:' .. agent) == 0 then
-        redis.call('ZREM', c.P .. ':ready', agent)
+        idle(c, agent)
       end
       if id then
         local expires = c.now + tonumber(lease_ms)
@@ -186,7 +186,7 @@ function op.record(c, a)
   local held, t = fence(c, id, a[2])
   if held ~= 'ok' then return {held} end
   local journal = c.P .. ':j:' .. id
-  redis.call('HSET', journal, a[3], a[4])
+  note(c, id, a[3], a[4])
   if redis.call('HLEN', journal) > c.steps then
     redis.call('HDEL', journal, a[3])
     return {'steps'}

@@ -17,9 +17,9 @@ function op.submit(c, a)
     end
   end
   if redis.call('EXISTS', c.P .. ':t:' .. task.id) == 1 then return {'ok', task.id} end
-  local depth = tonumber(redis.call('HGET', c.P .. ':open', task.agent) or 0)
+  local depth = counted(c, 'open', task.agent)
   if depth >= c.depth then return {'full', tostring(depth), 'agent'} end
-  depth = tonumber(redis.call('HGET', c.P .. ':tenants', task.tenant) or 0)
+  depth = counted(c, 'tenants', task.tenant)
   if depth >= c.tenant_depth then return {'full', tostring(depth), 'tenant'} end
   if task.root ~= task.id then
     local limit = over(c, task.root, 1)
@@ -64,8 +64,8 @@ function op.signal(c, a)
   if not f[1] then return {'missing'} end
   if TERMINAL[f[1]] then return {'over', f[1]} end
   if redis.call('HLEN', c.P .. ':j:' .. id) >= c.steps then return {'steps'} end
-  if redis.call('HSETNX', c.P .. ':j:' .. id, 'signal:' .. name, a[3]) == 1 then
-    redis.call('HSET', c.P .. ':t:' .. id, 'heard', '1')
+  if redis.call('HEXISTS', c.P .. ':j:' .. id, 'signal:' .. name) == 0 then
+    note(c, id, 'signal:' .. name, a[3])
     event(c, f[3], id, f[4], f[5], '"event":"signal","name":' .. cjson.encode(name))
   end
   if f[1] == 'waiting' and f[2] and f[2] ~= '' then  -- it looks for itself whether it was meant
@@ -119,6 +119,6 @@ local function occur(c, name)
   local envelope = '{"id":"' .. id .. '","root":"' .. id .. '","created":'
     .. string.format('%.3f', (c.now - c.shift) / 1000) .. ',"deadline":' .. deadline .. ',' .. f[3]
   local task = cjson.decode(envelope)
-  if tonumber(redis.call('HGET', c.P .. ':open', task.agent) or 0) >= c.depth then return end
+  if counted(c, 'open', task.agent) >= c.depth then return end
   add(c, envelope, task, '', '')
 end

@@ -88,7 +88,10 @@ end
 -- Put a task, whose state says so already, where a lease finds it.
 local function line_up(c, id, agent, priority, since)
   redis.call('ZADD', c.P .. ':r:' .. agent, since - priority * 1e13, id)
-  redis.call('ZADD', c.P .. ':ready', 'NX', 0, agent)
+  if not c.lively[agent] then
+    c.lively[agent] = true
+    redis.call('ZADD', c.P .. ':ready', 'NX', 0, agent)
+  end
   c.lined = c.lined + 1  -- hosts are woken at the end, unless a lease in this call takes it
 end
 
@@ -98,10 +101,16 @@ local function ready_again(c, id)
   line_up(c, id, f[1], tonumber(f[2]), tonumber(f[3]))
 end
 
+-- An agent has no more ready tasks.
+local function idle(c, agent)
+  c.lively[agent] = nil
+  redis.call('ZREM', c.P .. ':ready', agent)
+end
+
 local function leave_ready(c, id, agent)
   if redis.call('ZREM', c.P .. ':r:' .. agent, id) == 1
       and redis.call('EXISTS', c.P .. ':r:' .. agent) == 0 then
-    redis.call('ZREM', c.P .. ':ready', agent)
+    idle(c, agent)
   end
 end
 
@@ -113,8 +122,48 @@ local function remember(c, id, attempt, host, outcome, err)
   })) > HISTORY then redis.call('LTRIM', key, -HISTORY, -1) end
 end
 
+-- Unfinished tasks, by agent (`open`) or tenant (`tenants`). What a call's operations add up to is
+-- written once, at its end.
 local function count(c, hash, field, by)
-  redis.call('HINCRBY', c.P .. ':' .. hash, field, by)
+  c.counts[hash][field] = (c.counts[hash][field] or 0) + by
+end
+
+local function counted(c, hash, field)
+  return tonumber(redis.call('HGET', c.P .. ':' .. hash, field) or 0) + (c.counts[hash][field] or 0)
+end
+
+-- What a root may spend and has spent: read once a call, and written once.
+local function purse(c, root)
+  local b = c.purses[root]
+  if not b then
+    local f = redis.call('HMGET', c.P .. ':b:' .. root, 'hops', 'tokens', 'usd', 'max_hops',
+      'max_tokens', 'max_usd')
+    b = {
+      hops = tonumber(f[1] or 0), tokens = tonumber(f[2] or 0), usd = tonumber(f[3] or 0),
+      max_hops = tonumber(f[4] or ''), max_tokens = tonumber(f[5] or ''),
+      max_usd = tonumber(f[6] or '')
+    }
+    c.purses[root] = b
+  end
+  return b
+end
+
+local function put_back(c, root)
+  local b = c.purses[root]
+  if b and b.changed then
+    b.changed = nil
+    redis.call('HSET', c.P .. ':b:' .. root, 'hops', b.hops, 'tokens', b.tokens, 'usd', b.usd)
+  end
+end
+
+-- The end of a call.
+local function settle(c)
+  for hash, counts in pairs(c.counts) do
+    for field, by in pairs(counts) do
+      if by ~= 0 then redis.call('HINCRBY', c.P .. ':' .. hash, field, by) end
+    end
+  end
+  for root in pairs(c.purses) do put_back(c, root) end
 end
 
 -- When time next has something to do in a partition, as far as this server knows: never later
@@ -131,7 +180,15 @@ local finish
 
 local function look(c, id)
   return get(c, id, 'agent', 'tenant', 'conversation', 'parent', 'root', 'state', 'owner', 'ikey',
-    'attempt', 'timed', 'children', 'delegate', 'used', 'waiter')
+    'attempt', 'timed', 'children', 'delegate', 'used', 'waiter', 'noted')
+end
+
+-- Keep an entry of a task's journal, if the name is new or may be replaced. Most tasks have none,
+-- and nothing is asked about theirs.
+local function note(c, id, name, value)
+  local journal = c.P .. ':j:' .. id
+  if redis.call('EXISTS', journal) == 0 then redis.call('HSET', c.P .. ':t:' .. id, 'noted', '1') end
+  redis.call('HSET', journal, name, value)
 end
 
 -- The end of a task: out of every set, the next of its conversation in, its parent told. `f` is
@@ -169,7 +226,7 @@ function finish(c, id, state, result, err, f, used)
   end
   state_event(c, f[5], id, agent, f[9], state, err)
   redis.call('PEXPIRE', key, c.retain)
-  redis.call('PEXPIRE', P .. ':j:' .. id, c.retain)
+  if f[15] then redis.call('PEXPIRE', P .. ':j:' .. id, c.retain) end
   redis.call('PEXPIRE', P .. ':h:' .. id, c.retain)
   if f[11] then
     redis.call('PEXPIRE', P .. ':c:' .. id, c.retain)
@@ -177,6 +234,7 @@ function finish(c, id, state, result, err, f, used)
   end
   if f[8] ~= '' then redis.call('PEXPIRE', f[8], c.retain) end
   if parent == '' then
+    put_back(c, id)
     redis.call('PEXPIRE', P .. ':b:' .. id, c.retain)
     c.ended[id] = true
     redis.call('PUBLISH', P .. ':ended', id .. ' ' .. state)
@@ -201,7 +259,7 @@ function finish(c, id, state, result, err, f, used)
   if result:sub(1, 1) == '@' then  -- kept as a blob: no JSON, but its reference
     plain, ref = '', ',"ref":' .. cjson.encode(result:sub(2))
   end
-  redis.call('HSET', P .. ':j:' .. parent, id, '{"state":"' .. state .. '"' .. ref .. ',"result":'
+  note(c, parent, id, '{"state":"' .. state .. '"' .. ref .. ',"result":'
     .. (plain == '' and 'null' or plain) .. ',"error":'
     .. (err == '' and 'null' or cjson.encode(err)) .. '}')
   if above == 'waiting' and redis.call('EXISTS', P .. ':p:' .. parent) == 0 then
@@ -212,20 +270,21 @@ end
 
 -- The limit of a root that is reached, if one is, with `hops` more tasks beneath it.
 local function over(c, root, hops)
-  local b = redis.call('HMGET', c.P .. ':b:' .. root, 'hops', 'max_hops', 'tokens', 'max_tokens',
-    'usd', 'max_usd')
-  if b[2] and b[2] ~= '' and tonumber(b[1] or 0) + hops > tonumber(b[2]) then return 'hops' end
-  if b[3] and b[4] and b[4] ~= '' and tonumber(b[3]) > tonumber(b[4]) then return 'tokens' end
-  if b[5] and b[6] and b[6] ~= '' and tonumber(b[5]) > tonumber(b[6]) then return 'usd' end
+  local b = purse(c, root)
+  if b.max_hops and b.hops + hops > b.max_hops then return 'hops' end
+  if b.max_tokens and b.tokens > b.max_tokens then return 'tokens' end
+  if b.max_usd and b.usd > b.max_usd then return 'usd' end
   return nil
 end
 
 -- Charge a root; returns the limit that is passed, if one is, with `hops` more tasks beneath it.
 local function charge(c, root, used, hops)
   if used ~= '' then
+    local b = purse(c, root)
     for name, amount in pairs(cjson.decode(used)) do
       if name == 'tokens' or name == 'usd' then
-        redis.call('HINCRBYFLOAT', c.P .. ':b:' .. root, name, amount)
+        b[name] = b[name] + amount
+        b.changed = true
       end
     end
   end
@@ -243,13 +302,17 @@ local function add(c, envelope, task, fingerprint, ikey, above, waited)
   if parent == '' then
     conversation = text(task.conversation)
     redis.call('HSET', P .. ':b:' .. root, 'max_tokens', text(task.budget.tokens), 'max_usd',
-      text(task.budget.usd), 'max_hops', text(task.budget.hops))
+      text(task.budget.usd), 'max_hops', text(task.budget.hops), 'hops', 1)
+    c.purses[root] = nil
   elseif waited then
     redis.call('SADD', P .. ':c:' .. parent, id)
     redis.call('SADD', P .. ':p:' .. parent, id)
     redis.call('HSET', P .. ':t:' .. parent, 'children', '1')
   end
-  redis.call('HINCRBY', P .. ':b:' .. root, 'hops', 1)
+  if parent ~= '' then
+    local b = purse(c, root)
+    b.hops, b.changed = b.hops + 1, true
+  end
   local priority = math.max(-100, math.min(100, number(task.priority, 0)))
   local deadline, timed = number(task.deadline, 0) * 1000, '0'
   if deadline > 0 then
