@@ -22,7 +22,7 @@ def calm_gc() -> None:
     makes many short-lived objects and few cycles."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(100_000, 20, 20)
 
 
 def limit_memory(mib: int) -> None:
