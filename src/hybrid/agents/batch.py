@@ -27,7 +27,7 @@ _MOST_BYTES = 1 << 20
 """A call of more is two: the store does nothing else while it carries one out."""
 
 _LATER_S = 0.002
-"""What can wait is asked for so much later: by then its task may have ended, and need it no more."""
+"""What can wait is asked for so much later: by then its task may have ended and need it no more."""
 
 Argument = str | int
 
