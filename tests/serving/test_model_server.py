@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from hybrid import config
-from hybrid.config import ProjectConfig
+from hybrid.agents.store import EmbeddedStore
+from hybrid.agents.task import Task
+from hybrid.config import AgentConfig, ProjectConfig
 from hybrid.errors import (
     AdapterRefused,
     ContextTooLong,
@@ -22,8 +25,9 @@ from hybrid.errors import (
 from hybrid.registry import Registry
 from hybrid.serving.engine_backend import EngineBackend
 from hybrid.serving.model import ModelServer
+from hybrid.testing import run_agents
 from hybrid.testing_models import tiny_adapter, tiny_base
-from hybrid.wire import EmbedRequest, GenerateRequest, Sampling, ScoreRequest
+from hybrid.wire import Chunk, EmbedRequest, GenerateRequest, Sampling, ScoreRequest
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +199,48 @@ def test_leaving_a_stream_frees_its_row(registry: Registry, tmp_path: Path) -> N
             assert not await server.cancel("nobody")
 
     run(test)
+
+
+def test_cancelling_a_root_stops_the_generation_of_its_child(tmp_path: Path) -> None:
+    tiny_base(tmp_path / "long", max_position_embeddings=16384)
+    registry = Registry(tmp_path / "registry")
+    base = registry.publish("base", "base", tmp_path / "long").digest
+    registry.publish_release("base", base, {})
+
+    async def test(store_url: str) -> None:
+        async with serving(tmp_path) as server:
+
+            async def running() -> int:
+                return int((await server.info())["counters"]["running"])
+
+            class Client:
+                async def generate(self, request: GenerateRequest) -> Chunk:
+                    return await server.generate_full(request)
+
+            specs = {
+                "boss": AgentConfig(behaviour="behaviours.asker"),
+                "echo": AgentConfig(template="{input}", max_tokens=16000, timeout_s=300),
+            }
+            async with run_agents(specs, Client(), store_url) as agents:
+                root = await agents.mailbox.submit(Task(agent="boss", input="the fox"))
+
+                async def runs() -> bool:
+                    return await running() == 1
+
+                await until(runs, "the child's generation runs")
+                cancelled = time.monotonic()
+                view = await agents.mailbox.cancel(root)
+                assert view.state == "cancelled"
+
+                async def free() -> bool:
+                    return await running() == 0
+
+                await until(free, "the row is free")
+                assert time.monotonic() - cancelled < 10  # a second, on a machine that is not busy
+                assert (await server.info())["counters"]["generated_tokens"] < 16000
+
+    with EmbeddedStore(tmp_path / "store") as store:
+        asyncio.run(test(store.url))
 
 
 def test_a_damaged_adapter_is_refused_for_everyone(registry: Registry, tmp_path: Path) -> None:
