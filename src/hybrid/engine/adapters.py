@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybrid.engine.lora import Adapter, Delta
+from hybrid.engine.lora import Adapter, Layout
 from hybrid.engine.model import Decoder
 from hybrid.errors import AdapterRefused
 
@@ -63,16 +63,16 @@ def load_adapter(
     if not halves:
         raise refuse("it holds no LoRA weights")
 
-    projections = decoder.shape.projections()
-    deltas: dict[tuple[int, str], list[Delta]] = {}
-    size = 0
+    shape = decoder.shape
+    projections = shape.projections()
+    found: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
     for (layer, module), pair in sorted(halves.items()):
         at = f"layers.{layer}.{module}"
-        if module not in projections or layer >= decoder.shape.layers:
+        if module not in projections or layer >= shape.layers:
             raise refuse(f"target {at} matches nothing in the base")
         if pair.keys() != {"A", "B"}:
             raise refuse(f"{at} has only lora_{next(iter(pair))}")
-        n_in, n_out, matrix, start = projections[module]
+        n_in, n_out, _, _ = projections[module]
         a, b = pair["A"], pair["B"]
         rank = _pattern(config, "rank_pattern", layer, module, config["r"])
         if tuple(a.shape) != (rank, n_in) or tuple(b.shape) != (n_out, rank):
@@ -80,17 +80,16 @@ def load_adapter(
                 f"{at}: A {tuple(a.shape)} and B {tuple(b.shape)}, expected"
                 f" {(rank, n_in)} and {(n_out, rank)}"
             )
+        if module in ("q_proj", "k_proj"):
+            b = b[shape.paired(n_out // shape.head_dim)]
         alpha = _pattern(config, "alpha_pattern", layer, module, config["lora_alpha"])
         scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        delta = Delta(
-            a=a.t().contiguous().to(decoder.device, decoder.dtype),
-            b=(b.t().float() * scaling).contiguous().to(decoder.device, decoder.dtype),
-            start=start,
-            stop=start + n_out,
-        )
-        size += delta.a.nbytes + delta.b.nbytes
-        deltas.setdefault((layer, matrix), []).append(delta)
-    return Adapter(digest=digest, deltas=deltas, size_bytes=size)
+        found[layer, module] = a.t(), b.t().float() * scaling
+    layout = Layout.of(shape, max(a.shape[1] for a, _ in found.values()), frozenset(found))
+    row = torch.zeros(layout.size, dtype=decoder.dtype, device=decoder.device)
+    for (layer, module), (a, b) in found.items():
+        layout.write(row, layer, module, a, b)
+    return Adapter(digest=digest, layout=layout, row=row)
 
 
 def _check_features(config: dict[str, Any], refuse: Any) -> None:

@@ -13,8 +13,9 @@ import torch
 
 from hybrid.engine import sampler, scoring
 from hybrid.engine.adapters import load_adapter
-from hybrid.engine.kv_cache import KVCache, Span
-from hybrid.engine.lora import Adapter, JoinCache, LoraPlan
+from hybrid.engine.attention import Attention, Span
+from hybrid.engine.kv_cache import KVCache
+from hybrid.engine.lora import Adapter, LoraPlan, Stacks
 from hybrid.engine.model import Decoder
 from hybrid.engine.scheduler import Item, Scheduler, Sequence
 from hybrid.engine.text import Codec, Stream
@@ -62,12 +63,11 @@ class Engine:
         self.codec = Codec(folder)
         self.decoder = Decoder(folder, where, dtype)
         self.context = self.decoder.shape.context
-        rows = max(1, min(max_rows, kv_tokens // self.context))
-        self.cache = KVCache(self.decoder, rows, self.context)
-        self.scheduler = Scheduler(self.cache, max_queue=max_queue)
+        self.cache = KVCache(self.decoder.shape, kv_tokens, self.context, where, dtype)
+        self.scheduler = Scheduler(self.cache, max_rows=max_rows, max_queue=max_queue)
         self.adapters: dict[str, Adapter] = {}
         self.counters: Counter[str] = Counter()
-        self._joined = JoinCache()
+        self._stacks = Stacks()
 
     # --- requests -----------------------------------------------------------------------
 
@@ -148,46 +148,50 @@ class Engine:
         items = self.scheduler.plan()
         if not items:
             return events
-        hidden = self._run(items)
-        chosen = [item.sequence for item in items if item.last]
+        chosen, logits = self._run(items)
         if chosen:
             how = [(s.sampling, s.draws) for s in chosen]
-            tokens, logprobs = sampler.sample(self.decoder.logits(hidden), how)
+            tokens, logprobs = sampler.sample(logits, how)
             for sequence, token, logprob in zip(chosen, tokens, logprobs, strict=True):
                 events.append(self._advance(sequence, token, logprob))
         return events
 
-    def _run(self, items: list[Item]) -> torch.Tensor:
-        """Hidden states [N, hidden] of the items' last tokens, where one is chosen."""
+    def _run(self, items: list[Item]) -> tuple[list[Sequence], torch.Tensor]:
+        """The sequences for which a token is to be chosen, and their logits [N, vocab]."""
+        counts: Counter[Adapter] = Counter()
+        for item in items:
+            if item.sequence.adapter is not None:
+                counts[item.sequence.adapter] += item.count
+        order: dict[Adapter | None, int] = {a: i for i, a in enumerate(self._stacks.order(counts))}
+        order[None] = len(order)
+        items = sorted(items, key=lambda i: order[i.sequence.adapter])
+
         ids: list[int] = []
         positions: list[int] = []
         spans: list[Span] = []
-        segments: list[tuple[int, int, Adapter]] = []
         last: list[int] = []
         for item in items:
             s, start = item.sequence, len(ids)
-            ids += item.tokens
-            positions += range(s.computed, s.computed + len(item.tokens))
-            assert s.slot is not None
-            spans.append(Span(start, len(ids), s.slot, s.computed))
-            s.computed += len(item.tokens)
+            ids += s.tokens(s.computed, s.computed + item.count)
+            positions += range(s.computed, s.computed + item.count)
+            assert s.row is not None
+            spans.append(Span(start, len(ids), s.row, s.computed))
+            s.computed += item.count
             if item.last:
                 last.append(len(ids) - 1)
-            if s.adapter is not None:
-                if segments and segments[-1][2] is s.adapter:
-                    segments[-1] = (segments[-1][0], len(ids), s.adapter)
-                else:
-                    segments.append((start, len(ids), s.adapter))
-        device = self.decoder.device
+        device, decoder = self.decoder.device, self.decoder
         self.counters["steps"] += 1
         self.counters["run_tokens"] += len(ids)
-        hidden = self.decoder.forward(
+        plan = LoraPlan.of(self._stacks, [(a, counts[a]) for a in order if a is not None])
+        hidden = decoder.forward(
             torch.tensor(ids, device=device),
             torch.tensor(positions, device=device),
-            self.cache.attention(spans),
-            LoraPlan(segments, self._joined),
+            Attention(self.cache, spans, decoder.shape.windows),
+            plan,
         )
-        return hidden[last]
+        chosen = [item.sequence for item in items if item.last]
+        rows = torch.tensor(last, dtype=torch.long, device=device)
+        return chosen, decoder.logits(hidden, plan, rows)
 
     def _advance(self, s: Sequence, token: int, logprob: float) -> Event:
         if s.first_token is None:
@@ -292,7 +296,7 @@ class Engine:
         if adapter.in_use:
             return False
         del self.adapters[digest]
-        self._joined.forget(digest)
+        self._stacks.forget(adapter)
         return True
 
     def _adapter(self, digest: str | None) -> Adapter | None:

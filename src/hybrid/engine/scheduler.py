@@ -1,8 +1,12 @@
-"""Who runs next: fair queues of waiting requests, slots for running ones, a token budget a step.
+"""Who runs next: fair queues of waiting requests, rows for running ones, a token budget a step.
 
 Fair between (tenant, adapter) pairs by the virtual token counter of Sheng et al., "Fairness in
 Serving Large Language Models" (OSDI 2024): the queue that was served least goes first, and one
 that comes back after a pause is lifted to the least active counter, so that idling saves nothing.
+A higher priority goes before fairness, but nobody waits for ever: a request gains one priority for
+every `_AGE_STEPS` steps that it waits. When the cache is full the least urgent, latest request gives
+its row back and is computed again when there is room (preemption by recompute, as in vLLM, Kwon et
+al. 2023).
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hybrid.engine.kv_cache import KVCache
+from hybrid.engine.kv_cache import KVCache, Row
 from hybrid.engine.lora import Adapter
 from hybrid.engine.text import Stream
 from hybrid.errors import RateLimited
@@ -22,13 +26,18 @@ from hybrid.wire import Sampling
 
 _OUTPUT_WEIGHT = 2.0
 """A generated token costs more than a prompt token, as in the paper."""
+_AGE_STEPS = 256
+_AHEAD = 64
+"""A row is first taken for the prompt and so many tokens of the answer."""
+
+Client = tuple[str, str]
 
 
 @dataclass(eq=False)
 class Sequence:
     """One request in the engine.
 
-    `computed` tokens of prompt and output are in its slot. `tag` is the caller's.
+    `computed` tokens of prompt and output are in its row. `tag` is the caller's.
     """
 
     id: str
@@ -39,114 +48,125 @@ class Sequence:
     deadline: float | None
     stream: Stream
     draws: torch.Generator | None
+    priority: int = 0
     tag: Any = None
     output: list[int] = field(default_factory=list)
     computed: int = 0
-    slot: int | None = None
+    cached: int = 0
+    row: Row | None = None
     arrived: float = field(default_factory=time.monotonic)
+    arrived_step: int = 0
+    started: float | None = None
     first_token: float | None = None
+    preempted: int = 0
     ended: bool = False
 
     @property
-    def client(self) -> tuple[str, str]:
+    def client(self) -> Client:
         """Whose counter it is charged to."""
         return self.tenant, self.adapter.digest if self.adapter else ""
 
     @property
-    def pending(self) -> list[int]:
-        """Tokens to run before the next one can be chosen."""
-        tokens = self.prompt + self.output if self.output else self.prompt
-        return tokens[self.computed :]
+    def known(self) -> int:
+        """Tokens of prompt and output; the last one of an output is not computed yet."""
+        return len(self.prompt) + len(self.output)
+
+    def tokens(self, first: int, last: int) -> list[int]:
+        """Tokens [first, last) of prompt and output."""
+        n = len(self.prompt)
+        if first >= n:
+            return self.output[first - n : last - n]
+        return self.prompt[first:last] + self.output[: max(0, last - n)]
 
 
 @dataclass(frozen=True)
 class Item:
-    """A request's share of a step: its next `tokens`; `last` when a token is chosen after them."""
+    """A request's share of a step: its next `count` tokens; `last` when a token is chosen after."""
 
     sequence: Sequence
-    tokens: list[int]
+    count: int
     last: bool
 
 
 class Scheduler:
-    """Queues and slots.
+    """Queues and rows.
 
     Args:
-        cache: the slots.
+        cache: the rows.
+        max_rows: requests that run together.
         max_queue: requests that may wait.
         step_tokens: tokens of one step, at most; long prompts are run in pieces beside decoding.
     """
 
-    def __init__(self, cache: KVCache, *, max_queue: int, step_tokens: int = 512) -> None:
+    def __init__(
+        self, cache: KVCache, *, max_rows: int, max_queue: int, step_tokens: int = 512
+    ) -> None:
         self._cache = cache
+        self.max_rows = max_rows
         self._max_queue = max_queue
         self._step_tokens = step_tokens
-        self._waiting: dict[tuple[str, str], deque[Sequence]] = {}
-        self._counters: dict[tuple[str, str], float] = {}
+        self._waiting: dict[Client, deque[Sequence]] = {}
+        self._counters: dict[Client, float] = {}
+        self._ending: deque[float] = deque(maxlen=32)
         self.running: list[Sequence] = []
-
-    @property
-    def waiting(self) -> int:
-        """Requests without a slot."""
-        return sum(map(len, self._waiting.values()))
+        self.waiting = 0
+        self.steps = 0
+        self.preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request.
 
         Raises:
-            RateLimited: `max_queue` wait already.
+            RateLimited: `max_queue` wait already; `retry_after` says when one of them has begun, at
+                the rate of the last ones.
         """
         if self.waiting >= self._max_queue:
             raise RateLimited(
-                f"{self._max_queue} requests wait already (serving.max_queue)", retry_after=1
+                f"{self._max_queue} requests wait already (serving.max_queue)",
+                retry_after=self._retry_after(),
             )
         client = sequence.client
         active = {*self._waiting, *(s.client for s in self.running)}
         if client not in active:
             floor = min((self._counters.get(c, 0.0) for c in active), default=0.0)
             self._counters[client] = max(self._counters.get(client, 0.0), floor)
+            if len(self._counters) > 4096:  # clients that have gone; the others keep theirs
+                self._counters = {c: v for c, v in self._counters.items() if c in {*active, client}}
+        sequence.arrived_step = self.steps
         self._waiting.setdefault(client, deque()).append(sequence)
+        self.waiting += 1
 
     def plan(self) -> list[Item]:
-        """The next step: a token for everyone who decodes, and pieces of prompts beside it.
-
-        Items are sorted by adapter, the base last, so that each adapter's rows are one segment.
-        """
-        while self._cache.free and self._waiting:
-            client = min(self._waiting, key=lambda c: self._counters.get(c, 0.0))
-            queue = self._waiting[client]
-            sequence = queue.popleft()
-            if not queue:
-                del self._waiting[client]
-            sequence.slot = self._cache.take()
-            self._counters[client] = self._counters.get(client, 0.0) + len(sequence.prompt)
-            self.running.append(sequence)
-        work = [(s, s.pending) for s in self.running]
-        decoding = sum(len(pending) == 1 for _, pending in work)
+        """The next step: a token for everyone who decodes, and pieces of prompts beside it."""
+        self.steps += 1
+        self._make_room()
+        self._admit()
+        room = self._step_tokens - sum(s.known - s.computed == 1 for s in self.running)
+        reading = [s for s in self.running if s.known - s.computed > 1]
         # Prompts share what decoding leaves, so that a long one cannot hold up a short one.
-        share = max(1, (self._step_tokens - decoding) // max(1, len(work) - decoding))
-        items = [
-            Item(s, pending[:share], last=len(pending) <= share)
-            if len(pending) > 1
-            else Item(s, pending, last=True)
-            for s, pending in work
+        shares: dict[Sequence, int] = {}
+        for i, s in enumerate(sorted(reading, key=lambda s: s.known - s.computed)):
+            shares[s] = min(s.known - s.computed, max(1, room // (len(reading) - i)))
+            room -= shares[s]
+        return [
+            Item(s, n, last=s.computed + n == s.known)
+            for s in self.running
+            for n in [shares.get(s, 1)]
         ]
-        items.sort(key=lambda i: (i.sequence.adapter is None, i.sequence.client[1]))
-        return items
 
     def charge(self, sequence: Sequence) -> None:
         """Count one generated token."""
         self._counters[sequence.client] += _OUTPUT_WEIGHT
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a request out, running or waiting; its slot is free at once."""
-        if sequence.slot is not None:
-            self._cache.give(sequence.slot)
-            sequence.slot = None
-            self.running.remove(sequence)
+        """Take a request out, running or waiting; its row is free at once."""
+        if sequence.row is not None:
+            self._leave(sequence)
+            self._ending.append(time.monotonic())
             return
         queue = self._waiting[sequence.client]
         queue.remove(sequence)
+        self.waiting -= 1
         if not queue:
             del self._waiting[sequence.client]
 
@@ -154,3 +174,60 @@ class Scheduler:
         """Requests whose deadline (UNIX seconds) has passed."""
         everyone = [*self.running, *(s for q in self._waiting.values() for s in q)]
         return [s for s in everyone if s.deadline is not None and s.deadline < now]
+
+    # --- rows -----------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        """Every running request has room for its next tokens, or somebody is preempted."""
+        for s in list(self.running):
+            while s.row is not None and not self._cache.grow(s.row, s.known, s.computed):
+                victim = max(
+                    self.running, key=lambda r: (-self._urgency(r), r.started or 0.0, r.arrived)
+                )
+                self._preempt(victim)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.computed = 0
+        sequence.preempted += 1
+        self.preemptions += 1
+        self._waiting.setdefault(sequence.client, deque()).appendleft(sequence)
+        self.waiting += 1
+
+    def _admit(self) -> None:
+        while self._waiting and len(self.running) < self.max_rows:
+            client = min(
+                self._waiting,
+                key=lambda c: (-self._urgency(self._waiting[c][0]), self._counters.get(c, 0.0)),
+            )
+            sequence = self._waiting[client][0]
+            ahead = max(1, min(_AHEAD, sequence.sampling.max_tokens - len(sequence.output)))
+            row = self._cache.take(sequence.known + ahead)
+            if row is None:
+                return  # whoever is first waits for room; nobody overtakes by being small
+            queue = self._waiting[client]
+            queue.popleft()
+            self.waiting -= 1
+            if not queue:
+                del self._waiting[client]
+            sequence.row = row
+            if sequence.started is None:
+                sequence.started = time.monotonic()
+                self._counters[client] = self._counters.get(client, 0.0) + len(sequence.prompt)
+            self.running.append(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        assert sequence.row is not None
+        self._cache.give(sequence.row)
+        sequence.row = None
+        self.running.remove(sequence)
+
+    def _urgency(self, sequence: Sequence) -> int:
+        return sequence.priority + (self.steps - sequence.arrived_step) // _AGE_STEPS
+
+    def _retry_after(self) -> float:
+        """Seconds until one more has ended, at the rate of the last ones."""
+        if len(self._ending) < 2:
+            return 1.0
+        each = (self._ending[-1] - self._ending[0]) / (len(self._ending) - 1)
+        return min(60.0, max(0.1, each))

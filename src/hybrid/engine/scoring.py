@@ -67,7 +67,8 @@ class _TreeAttention:
         mask[prompt:, prompt:] = trie.sees
         self._mask = mask
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        k, v = kv.chunk(2, 1)
         o = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
@@ -94,10 +95,10 @@ def score(
     device, n = decoder.device, len(prompt)
     ids = torch.cat([torch.tensor(prompt), trie.tokens]).to(device)
     positions = torch.cat([torch.arange(n), trie.depths + n]).to(device)
-    segments = [(0, len(ids), adapter)] if adapter else []
-    hidden = decoder.forward(ids, positions, _TreeAttention(n, trie, device), LoraPlan(segments))
+    plan = LoraPlan.single(adapter, len(ids))
+    hidden = decoder.forward(ids, positions, _TreeAttention(n, trie, device), plan)
     inner: Tensor = torch.unique(trie.parents)
-    table = torch.log_softmax(decoder.logits(hidden[inner.to(device) + n - 1]), -1)
+    table = torch.log_softmax(decoder.logits(hidden, plan, inner.to(device) + n - 1), -1)
     row = torch.searchsorted(inner, trie.parents).to(device)
     gained = table[row, trie.tokens.to(device)].tolist()
     return [sum(gained[i] for i in path) for path in trie.paths]
@@ -106,8 +107,9 @@ def score(
 class Causal:
     """Plain causal attention over one sequence that is not kept: for embeddings."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See `hybrid.engine.model.Attend`."""
+        k, v = kv.chunk(2, 1)
         o = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k.transpose(0, 1)[None],
@@ -122,7 +124,7 @@ def embed(decoder: Decoder, adapter: Adapter | None, ids: Sequence[int]) -> list
     """Mean of the last hidden states over the tokens, L2-normalised: `hidden` floats."""
     tokens = torch.tensor(ids, device=decoder.device)
     positions = torch.arange(len(ids), device=decoder.device)
-    plan = LoraPlan([(0, len(ids), adapter)] if adapter else [])
+    plan = LoraPlan.single(adapter, len(ids))
     hidden = decoder.forward(tokens, positions, Causal(), plan)
     vector: list[float] = F.normalize(hidden.float().mean(0), dim=0).tolist()
     return vector

@@ -260,7 +260,8 @@ class EngineBackend:
             now = {
                 "running": len(engine.scheduler.running),
                 "waiting": engine.scheduler.waiting,
-                "rows_free": engine.cache.free,
+                "kv_blocks_used": engine.cache.used,
+                "kv_blocks": engine.cache.blocks,
                 "adapters_loaded": len(engine.adapters),
             }
             return BackendInfo(

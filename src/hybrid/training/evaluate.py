@@ -37,7 +37,7 @@ def judge(engine: Engine, spec: AdapterConfig, data: AdapterData, adapter: str |
     waiting = list(enumerate(prompts))
     places: dict[str, int] = {}
     while waiting or not engine.idle:
-        while waiting and engine.scheduler.waiting < engine.cache.rows:
+        while waiting and engine.scheduler.waiting < engine.scheduler.max_rows:
             place, prompt = waiting.pop()
             room = engine.context - len(engine.codec.encode(prompt))
             if room < 1:
