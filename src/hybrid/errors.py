@@ -6,7 +6,13 @@ the HTTP endpoints answer with; `exit_code` is what the `hybrid` command ends wi
 
 from __future__ import annotations
 
+import email.utils
+import re
+import time
+from datetime import UTC
 from typing import Any, ClassVar
+
+_RETRY_AFTER_MAX_S = 86400.0
 
 
 class HybridError(Exception):
@@ -71,9 +77,25 @@ def from_envelope(
             429: RateLimited,
         }
         kind = by_status.get(status, Unavailable if status >= 500 else InvalidRequest)
-    after = float(retry_after) if retry_after and retry_after.isdigit() else None
     message = str(error.get("message") or f"HTTP {status}")
-    return kind(message, param=error.get("param"), retry_after=after)
+    return kind(message, param=error.get("param"), retry_after=retry_after_s(retry_after))
+
+
+def retry_after_s(header: str | None) -> float | None:
+    """Seconds that a Retry-After header, a number or an HTTP date, asks for: 0 to a day.
+
+    None: there is no such header, or it is neither.
+    """
+    text = (header or "").strip()
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
+        seconds = float(text)
+    else:
+        try:
+            when = email.utils.parsedate_to_datetime(text)
+            seconds = (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return min(max(seconds, 0.0), _RETRY_AFTER_MAX_S)
 
 
 def _all_kinds(kind: type[HybridError]) -> list[type[HybridError]]:
