@@ -36,6 +36,9 @@ def test_a_kind_survives_pickle_and_the_envelope(kind: type[HybridError]) -> Non
 def test_a_strangers_envelope_becomes_an_error_of_its_status() -> None:
     assert isinstance(from_envelope({"code": "unheard_of"}, 429), errors.RateLimited)
     assert from_envelope({}, 418).message == "HTTP 418"
+    for odd in ("it is on fire", None, ["x"], 5):
+        assert isinstance(from_envelope(odd, 502), errors.Unavailable)
+    assert from_envelope("it is on fire", 502).message == "it is on fire"
 
 
 @pytest.mark.parametrize(

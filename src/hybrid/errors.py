@@ -56,16 +56,17 @@ def _rebuild(
     return kind(message, param=param, retry_after=retry_after)
 
 
-def from_envelope(
-    error: dict[str, Any], status: int, retry_after: str | None = None
-) -> HybridError:
+def from_envelope(error: Any, status: int, retry_after: str | None = None) -> HybridError:
     """The error that an endpoint's envelope stands for, by its code, else by its status.
 
     Without a code of ours a status from 500 on is Unavailable, which is tried again.
 
     Args:
-        error: the body's `error` object, as `HybridError.envelope` makes it.
+        error: the body's `error` object, as `HybridError.envelope` makes it; of another server
+            perhaps only a message.
     """
+    if not isinstance(error, dict):
+        error = {"message": error}
     kinds: list[type[HybridError]] = [HybridError, *_all_kinds(HybridError)]
     code = error.get("code")
     kind = next((k for k in kinds if k.code == code), None)
@@ -73,6 +74,7 @@ def from_envelope(
         by_status: dict[int, type[HybridError]] = {
             401: Unauthorized,
             404: NotFound,
+            408: Unavailable,
             409: Conflict,
             429: RateLimited,
         }
