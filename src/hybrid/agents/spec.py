@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
+from pydantic_core import from_json, to_json
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -59,13 +60,15 @@ class AgentSpec(AgentConfig):
         """Check a configuration and everything it names.
 
         Raises:
-            ConfigError: an unknown key, a bad value, a behaviour or verifier that does not
-                import, an `extract` that is not a regular expression with one group.
+            ConfigError: an unknown key, a bad value or one without a JSON form, a behaviour or
+                verifier that does not import, an `extract` that is not a regular expression with
+                one group.
         """
         fields = config.model_dump() if isinstance(config, AgentConfig) else dict(config)
         where = f"agent {name!r}"
         try:
             spec = cls.model_validate({**fields, "name": name, "owner": owner})
+            spec = cls.model_validate({k: _as_stored(v, f"{where}: {k}") for k, v in spec})
         except ValidationError as e:
             raise ConfigError(explain(e, where, cls)) from None
         if "{input}" not in spec.template:
@@ -178,14 +181,17 @@ class SpecStore:
     async def changes(self) -> AsyncIterator[dict[str, AgentSpec]]:
         """All agents now, and again within a second of every change."""
         seen = None
-        async with self._client.pubsub() as announcements:
-            await announcements.subscribe(_CHANNEL)
-            while True:
-                version = await self._client.get(_VERSION)
-                if seen is None or version != seen[0]:
-                    seen = (version,)
-                    yield await self.list()
-                await announcements.get_message(ignore_subscribe_messages=True, timeout=POLL_S)
+        try:
+            async with self._client.pubsub() as announcements:
+                await announcements.subscribe(_CHANNEL)
+                while True:
+                    version = await self._client.get(_VERSION)
+                    if seen is None or version != seen[0]:
+                        seen = (version,)
+                        yield await self.list()
+                    await announcements.get_message(ignore_subscribe_messages=True, timeout=POLL_S)
+        except (RedisError, OSError) as e:
+            raise unavailable(e) from e
 
     async def _apply(self, gone: Sequence[str], specs: Sequence[AgentSpec]) -> int:
         documents = [x for s in specs for x in (s.name, s.model_dump_json(exclude={"version"}))]
@@ -199,6 +205,17 @@ async def _asked(call: Any) -> Any:
         return await call
     except (RedisError, OSError) as e:
         raise unavailable(e) from e
+
+
+def _as_stored(value: Any, what: str) -> Any:
+    """A field as the store gives it back: a date is a string then, infinity null, a tuple a list.
+
+    Compared in any other form, a file that was applied before would seem to have changed.
+    """
+    try:
+        return from_json(to_json(value, inf_nan_mode="null"))
+    except ValueError as e:
+        raise ConfigError(f"{what}: it has no JSON form: {e}") from None
 
 
 def _read(raw: bytes | str) -> AgentSpec:
