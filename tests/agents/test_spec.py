@@ -12,7 +12,7 @@ import yaml
 from hybrid.agents.spec import AgentSpec, SpecStore
 from hybrid.agents.store import EmbeddedStore, connect
 from hybrid.config import AgentConfig
-from hybrid.errors import ConfigError, Conflict, NotFound, StoreUnavailable
+from hybrid.errors import ConfigError, Conflict, HybridError, NotFound, StoreUnavailable
 
 
 def play(url: str, scene: Callable[[SpecStore], Awaitable[None]]) -> None:
@@ -56,6 +56,33 @@ def test_what_is_named_must_be_there(store_url: str) -> None:
         await specs.put("a", AgentConfig(behaviour="route", routes=("b",)))
         with pytest.raises(Conflict, match="'a' routes to 'b'"):
             await specs.delete("b")
+
+    play(store_url, scene)
+
+
+def test_of_two_writers_at_once_the_later_is_judged_by_what_the_earlier_wrote(
+    store_url: str,
+) -> None:
+    async def scene(specs: SpecStore) -> None:
+        async def refused(*writers: Awaitable[object]) -> list[type[HybridError] | None]:
+            met = await asyncio.gather(*writers, return_exceptions=True)
+            assert all(isinstance(m, HybridError) for m in met if isinstance(m, BaseException))
+            return [type(m) if isinstance(m, HybridError) else None for m in met]
+
+        both = await refused(
+            specs.put("a", AgentConfig(description="the API's")),
+            specs.apply_file({"a": AgentConfig(description="the file's")}),
+        )
+        assert sorted(both, key=str) == [Conflict, None], "one of them owns it"
+        await specs.put("b", AgentConfig())
+        both = await refused(
+            specs.put("c", AgentConfig(behaviour="route", routes=("b",))), specs.delete("b")
+        )
+        assert sum(kind is None for kind in both) == 1, "no route leads nowhere"
+        names = [f"n{i}" for i in range(20)]
+        made = await asyncio.gather(*(specs.put(name, AgentConfig()) for name in names))
+        assert len({spec.version for spec in made}) == 20
+        assert {*names} <= {*(await specs.list())}
 
     play(store_url, scene)
 
