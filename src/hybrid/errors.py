@@ -6,7 +6,13 @@ the HTTP endpoints answer with; `exit_code` is what the `hybrid` command ends wi
 
 from __future__ import annotations
 
+import email.utils
+import re
+import time
+from datetime import UTC
 from typing import Any, ClassVar
+
+_RETRY_AFTER_MAX_S = 86400.0
 
 
 class HybridError(Exception):
@@ -50,16 +56,17 @@ def _rebuild(
     return kind(message, param=param, retry_after=retry_after)
 
 
-def from_envelope(
-    error: dict[str, Any], status: int, retry_after: str | None = None
-) -> HybridError:
+def from_envelope(error: Any, status: int, retry_after: str | None = None) -> HybridError:
     """The error that an endpoint's envelope stands for, by its code, else by its status.
 
     Without a code of ours a status from 500 on is Unavailable, which is tried again.
 
     Args:
-        error: the body's `error` object, as `HybridError.envelope` makes it.
+        error: the body's `error` object, as `HybridError.envelope` makes it; of another server
+            perhaps only a message.
     """
+    if not isinstance(error, dict):
+        error = {"message": error}
     kinds: list[type[HybridError]] = [HybridError, *_all_kinds(HybridError)]
     code = error.get("code")
     kind = next((k for k in kinds if k.code == code), None)
@@ -67,13 +74,30 @@ def from_envelope(
         by_status: dict[int, type[HybridError]] = {
             401: Unauthorized,
             404: NotFound,
+            408: Unavailable,
             409: Conflict,
             429: RateLimited,
         }
         kind = by_status.get(status, Unavailable if status >= 500 else InvalidRequest)
-    after = float(retry_after) if retry_after and retry_after.isdigit() else None
     message = str(error.get("message") or f"HTTP {status}")
-    return kind(message, param=error.get("param"), retry_after=after)
+    return kind(message, param=error.get("param"), retry_after=retry_after_s(retry_after))
+
+
+def retry_after_s(header: str | None) -> float | None:
+    """Seconds that a Retry-After header, a number or an HTTP date, asks for: 0 to a day.
+
+    None: there is no such header, or it is neither.
+    """
+    text = (header or "").strip()
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
+        seconds = float(text)
+    else:
+        try:
+            when = email.utils.parsedate_to_datetime(text)
+            seconds = (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
+    return min(max(seconds, 0.0), _RETRY_AFTER_MAX_S)
 
 
 def _all_kinds(kind: type[HybridError]) -> list[type[HybridError]]:

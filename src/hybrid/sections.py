@@ -262,6 +262,8 @@ class StoreConfig(_Section):
 class AgentConfig(_Section):
     """One agent: what it is for, which adapter it speaks through, how it behaves."""
 
+    model_config = ConfigDict(allow_inf_nan=False)  # it is kept as JSON
+
     description: str = ""
     """What it answers; the router reads this."""
     behaviour: str = "answer"

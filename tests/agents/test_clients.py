@@ -17,12 +17,27 @@ from hybrid.errors import (
     ContextTooLong,
     HybridError,
     ModelNotFound,
+    NotFound,
     RateLimited,
+    Unauthorized,
     Unavailable,
 )
 from hybrid.wire import Chunk, EmbedRequest, GenerateRequest, Sampling, ScoreRequest
 
-PROVENANCE = {"release": "v1", "base_digest": "b" * 64, "adapter": None, "adapter_digest": None}
+PROVENANCE = {
+    "release": "v1",
+    "base_digest": "b" * 64,
+    "adapter": None,
+    "adapter_digest": None,
+    "added_later": 1,
+}
+LINES = "U+2028 \u2028, U+2029 \u2029 and U+0085 \x85 end no line of a stream"
+SHAPES = (
+    "[]", "null", '"x"', "{}", '{"choices": []}', '{"choices": [5]}', '{"choices": {"text": "x"}}',
+    '{"choices": [{"text": "x", "finish_reason": "stop"}], "hybrid": 5}',
+    '{"choices": [{"text": "x", "finish_reason": "stop"}], "hybrid": {"release": "v1"}}',
+    '{"error": "it is on fire"}',
+)  # fmt: skip
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -50,15 +65,24 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(200, b"<html>")
             case "hang", _:
                 time.sleep(3)
+            case "shape", _:
+                shape = body.get("prompt") or body["input"][0]
+                self._send(200, (f"data: {shape}\n\n" if body.get("stream") else shape).encode())
+            case "proxy", _:
+                self._send(int(body["prompt"]), b"<html>", {"Retry-After": "4"})
+            case "corrupt", _:
+                self._send(200, b"no gzip", {"Content-Encoding": "gzip"})
             case _, "/v1/completions" if body.get("stream"):
-                events = [
-                    {"choices": [{"text": t, "finish_reason": None}]} for t in ("Ohio ", "🦜")
+                texts = [LINES] if body["model"] == "lines" else ["Ohio ", "🦜"]
+                events: list[dict[str, Any]] = [
+                    {"choices": [{"text": t, "finish_reason": None}]} for t in texts
                 ]
                 if body["model"] != "breaks":
                     last = {"text": "", "finish_reason": "stop"}
                     events.append({"choices": [last], "usage": usage, "hybrid": PROVENANCE})
-                lines = [f"data: {json.dumps(e)}\n\n" for e in events]
-                self._send(200, "".join([*lines, "data: [DONE]\n\n"]).encode())
+                end = "\r\n\r\n" if body["model"] == "lines" else "\n\n"
+                lines = [f"data: {json.dumps(e, ensure_ascii=False)}{end}" for e in events]
+                self._send(200, "".join([*lines, f"data: [DONE]{end}"]).encode())
             case _, "/v1/completions":
                 choice = {"text": "Ohio 🦜", "finish_reason": "stop"}
                 answer = {"choices": [choice], "usage": usage, "hybrid": PROVENANCE}
@@ -94,12 +118,12 @@ def endpoint() -> Iterator[Endpoint]:
         yield server
 
 
-def request(model: str = "m") -> GenerateRequest:
-    return GenerateRequest(id="1", model=model, prompt="Where?", sampling=Sampling(max_tokens=5))
+def request(model: str = "m", prompt: str = "Where?") -> GenerateRequest:
+    return GenerateRequest(id="1", model=model, prompt=prompt, sampling=Sampling(max_tokens=5))
 
 
-async def collect(client: HttpModelClient, model: str) -> list[Chunk]:
-    return [chunk async for chunk in client.stream(request(model))]
+async def collect(client: HttpModelClient, model: str, prompt: str = "Where?") -> list[Chunk]:
+    return [chunk async for chunk in client.stream(request(model, prompt))]
 
 
 def test_answers_scores_and_vectors_over_http(endpoint: Endpoint) -> None:
@@ -115,6 +139,7 @@ def test_answers_scores_and_vectors_over_http(endpoint: Endpoint) -> None:
             assert [p.text for p in pieces] == ["Ohio ", "🦜", ""]
             assert pieces[-1].finish_reason == "stop"
             assert pieces[-1].completion_tokens == 2
+            assert [p.text for p in await collect(client, "lines")] == [LINES, ""]
             scored = await client.score(
                 ScoreRequest(id="1", model="m", prompt="x", choices=("a", "b"))
             )
@@ -147,7 +172,7 @@ def test_errors_keep_their_kind(endpoint: Endpoint) -> None:
                 with pytest.raises(RateLimited) as e:
                     await ask("busy", client)
                 assert e.value.retry_after == 4
-                for model in ("garbage", "hang"):
+                for model in ("garbage", "hang", "corrupt"):
                     with pytest.raises(Unavailable):
                         await ask(model, client)
                 with pytest.raises(Unavailable):
@@ -157,6 +182,45 @@ def test_errors_keep_their_kind(endpoint: Endpoint) -> None:
         finally:
             await client.close()
             await gone.close()
+
+    asyncio.run(scene())
+
+
+def test_a_proxys_error_has_the_kind_of_its_status(endpoint: Endpoint) -> None:
+    kinds = {401: Unauthorized, 404: NotFound, 408: Unavailable, 429: RateLimited, 502: Unavailable}
+
+    async def scene() -> None:
+        client = HttpModelClient(f"http://127.0.0.1:{endpoint.server_port}")
+        try:
+            for status, kind in kinds.items():
+                for ask in (
+                    client.generate(request("proxy", str(status))),
+                    collect(client, "proxy", str(status)),
+                ):
+                    with pytest.raises(kind, match=f"HTTP {status}") as e:
+                        await ask
+                    assert type(e.value) is kind
+                    assert e.value.retry_after == 4
+        finally:
+            await client.close()
+
+    asyncio.run(scene())
+
+
+def test_an_answer_of_another_shape_is_worth_another_attempt(endpoint: Endpoint) -> None:
+    async def scene() -> None:
+        client = HttpModelClient(f"http://127.0.0.1:{endpoint.server_port}")
+        score = ScoreRequest(id="1", model="shape", prompt='{"choices": []}', choices=("a",))
+        embed = EmbedRequest(id="1", model="shape", inputs=('{"data": 5}',))
+        asks = [client.score(score), client.embed(embed)]
+        for shape in SHAPES:
+            asks += [client.generate(request("shape", shape)), collect(client, "shape", shape)]
+        try:
+            for ask in asks:
+                with pytest.raises(Unavailable):
+                    await ask
+        finally:
+            await client.close()
 
     asyncio.run(scene())
 

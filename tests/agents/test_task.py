@@ -41,12 +41,21 @@ def test_an_envelope_is_read_as_it_was_written(
     assert child.child("c", 1, key="k").root == task.id
 
 
+@given(texts, texts, texts, texts)
+def test_no_two_places_have_one_name(a: str, b: str, c: str, d: str) -> None:
+    def child(id: str, key: str) -> str:
+        return Task(agent="a", input=1, id=id).child("b", 1, key=key).id
+
+    assert (child(a, b) == child(c, d)) == ((a, b) == (c, d))
+    assert child(f"{a}/{b}", c) != child(a, f"{b}/{c}")
+
+
 def test_what_is_no_envelope_is_said_so() -> None:
     good = Task(agent="a", input=1).to_json()
     for cut in (0, 1, len(good) // 2, len(good) - 1):
         with pytest.raises(InvalidRequest, match="not a task envelope"):
             Task.from_json(good[:cut])
-    for wrong in ("[]", "null", '{"v":1}', '{"v":1,"budget":{},"agent":"a"}'):
+    for wrong in ("[" * 100_000, "[]", "null", '{"v":1}', '{"v":1,"budget":{},"agent":"a"}'):
         with pytest.raises(InvalidRequest):
             Task.from_json(wrong)
     newer = json.loads(good) | {"v": ENVELOPE_VERSION + 1}

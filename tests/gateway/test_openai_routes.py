@@ -20,6 +20,7 @@ from hybrid import config
 from hybrid.cluster.local import free_port
 from hybrid.errors import ContextTooLong, InvalidRequest, ModelNotFound, RateLimited
 from hybrid.gateway.app import create_app
+from hybrid.gateway.openai import sse
 from hybrid.gateway.services import Services
 from hybrid.wire import (
     Chunk,
@@ -307,3 +308,10 @@ def test_keys_are_asked_for_when_configured() -> None:
         assert httpx.get(url, headers={"Authorization": "Bearer wrong"}).status_code == 401
         assert httpx.get(url, headers={"Authorization": "Basic s3cret"}).status_code == 401
         assert httpx.get(url, headers={"Authorization": "Bearer s3cret"}).status_code == 200
+
+
+def test_an_event_is_one_line_to_every_reader() -> None:
+    text = "a\u2028b\u2029c\x85d 🦜"
+    line, end = sse({"text": text}).splitlines()
+    assert json.loads(line.removeprefix("data: ")) == {"text": text}
+    assert end == ""

@@ -23,6 +23,7 @@ from hybrid.errors import (
     Cancelled,
     DeadlineExceeded,
     HybridError,
+    NotFound,
     RateLimited,
     RegistryError,
     StaleLease,
@@ -74,7 +75,8 @@ class Attempts:
     async def _run(self, lease: Lease, specs: Mapping[str, AgentSpec]) -> tuple[str, str | None]:
         spec = specs.get(lease.task.agent)
         if spec is None:  # not seen yet, or removed: another host may know it, or it comes back
-            return await self._again(lease, f"agent {lease.task.agent!r} is not there")
+            unknown = NotFound(f"agent {lease.task.agent!r} is not there")
+            return await self._again(lease, _text(unknown))
         limit: asyncio.Timeout | None = None
         try:
             lease = await self._mailbox.whole(lease)

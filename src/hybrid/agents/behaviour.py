@@ -216,7 +216,7 @@ class Context(Durable):
             call = ToolCall(
                 name=name,
                 args=args,
-                idempotency_key=f"{self.task.id}/{key}",
+                idempotency_key=self.task.place(key),
                 timeout_s=self.remaining_s,
                 tenant=self.task.tenant,
             )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
 import httpx
@@ -141,15 +143,16 @@ class HttpModelClient:
 
     async def generate(self, request: GenerateRequest) -> Chunk:
         """The whole answer, through /v1/completions."""
-        body = await self._post("/v1/completions", _completion(request))
-        choice, usage = body["choices"][0], body.get("usage") or {}
-        return Chunk(
-            text=choice["text"],
-            finish_reason=choice["finish_reason"],
-            prompt_tokens=usage.get("prompt_tokens", 0),
-            completion_tokens=usage.get("completion_tokens", 0),
-            provenance=_provenance(body),
-        )
+        with self._answering("/v1/completions") as path:
+            body = await self._post(path, _completion(request))
+            choice, usage = body["choices"][0], body.get("usage") or {}
+            return Chunk(
+                text=choice["text"],
+                finish_reason=choice["finish_reason"],
+                prompt_tokens=usage.get("prompt_tokens", 0),
+                completion_tokens=usage.get("completion_tokens", 0),
+                provenance=_provenance(body),
+            )
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """The answer in pieces, through /v1/completions with `stream`."""
@@ -157,16 +160,19 @@ class HttpModelClient:
         body = {**_completion(request), **options}
         text, finish, usage = "", None, dict[str, int]()
         provenance: Provenance | None = None
-        try:
-            async with self._client.stream("POST", "/v1/completions", json=body) as response:
+        with self._answering("/v1/completions") as path:
+            async with (
+                self._client.stream("POST", path, json=body) as response,
+                aclosing(_lines(response)) as lines,
+            ):
                 if not response.is_success:
                     await response.aread()
                     raise self._error(response)
-                async for line in response.aiter_lines():
+                async for line in lines:
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
                     event = json.loads(line[6:])
-                    if "error" in event:
+                    if event.get("error"):
                         raise errors.from_envelope(event["error"], 502, None)
                     usage = event.get("usage") or usage
                     provenance = _provenance(event) or provenance
@@ -175,8 +181,6 @@ class HttpModelClient:
                         text = choice.get("text") or ""
                         if text:
                             yield Chunk(text=text)
-        except (httpx.TransportError, ValueError, KeyError) as e:
-            raise Unavailable(f"{self._client.base_url}/v1/completions: {e!r}") from None
         if finish is None:
             raise Unavailable(f"{self._client.base_url}: the answer broke off")
         yield Chunk(
@@ -189,51 +193,63 @@ class HttpModelClient:
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Through /v1/score, which only our own endpoint has."""
-        body = await self._post(
-            "/v1/score",
-            {
-                "model": request.model,
-                "prompt": request.prompt,
-                "choices": list(request.choices),
-                "normalise": request.normalise,
-            },
-        )
-        values = tuple(c["logprob"] for c in body["choices"])
-        return ScoreResult(
-            logprobs=values,
-            best=values.index(max(values)),
-            prompt_tokens=body["usage"]["prompt_tokens"],
-            provenance=_provenance(body) or Provenance(release="", base_digest=""),
-        )
+        asked = {
+            "model": request.model,
+            "prompt": request.prompt,
+            "choices": list(request.choices),
+            "normalise": request.normalise,
+        }
+        with self._answering("/v1/score") as path:
+            body = await self._post(path, asked)
+            values = tuple(c["logprob"] for c in body["choices"])
+            return ScoreResult(
+                logprobs=values,
+                best=values.index(max(values)),
+                prompt_tokens=body["usage"]["prompt_tokens"],
+                provenance=_provenance(body) or Provenance(release="", base_digest=""),
+            )
 
     async def embed(self, request: EmbedRequest) -> EmbedResult:
         """Through /v1/embeddings."""
-        body = await self._post(
-            "/v1/embeddings", {"model": request.model, "input": list(request.inputs)}
-        )
-        return EmbedResult(
-            vectors=tuple(tuple(item["embedding"]) for item in body["data"]),
-            prompt_tokens=body["usage"]["prompt_tokens"],
-            provenance=_provenance(body) or Provenance(release="", base_digest=""),
-        )
+        with self._answering("/v1/embeddings") as path:
+            body = await self._post(path, {"model": request.model, "input": list(request.inputs)})
+            return EmbedResult(
+                vectors=tuple(tuple(item["embedding"]) for item in body["data"]),
+                prompt_tokens=body["usage"]["prompt_tokens"],
+                provenance=_provenance(body) or Provenance(release="", base_digest=""),
+            )
 
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        try:
-            response = await self._client.post(path, json=body)
-            answer: dict[str, Any] = response.json()
-        except (httpx.TransportError, ValueError) as e:
-            raise Unavailable(f"{self._client.base_url}{path}: {e!r}") from None
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        response = await self._client.post(path, json=body)
         if response.is_success:
-            return answer
+            return response.json()
         raise self._error(response)
+
+    @contextmanager
+    def _answering(self, path: str) -> Iterator[str]:
+        """A call whose failure, or whose answer of an unknown shape, is worth another attempt."""
+        try:
+            yield path
+        except (httpx.RequestError, AttributeError, LookupError, TypeError, ValueError) as e:
+            raise Unavailable(f"{self._client.base_url}{path}: {e!r}") from None
 
     def _error(self, response: httpx.Response) -> HybridError:
         try:
-            error = response.json().get("error") or {}
-        except ValueError:
-            return Unavailable(f"{response.request.url}: HTTP {response.status_code}")
+            error = response.json()["error"]
+        except (ValueError, LookupError, TypeError):  # a proxy's, say: its status is all there is
+            error = f"{response.request.url}: HTTP {response.status_code}"
         after = response.headers.get("retry-after")
         return errors.from_envelope(error, response.status_code, after)
+
+
+async def _lines(response: httpx.Response) -> AsyncGenerator[str, None]:
+    """The lines of an event stream. httpx would break them at U+2028 too, which JSON may hold."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.decode().rstrip("\r")
+    yield rest.decode()
 
 
 def _completion(request: GenerateRequest) -> dict[str, Any]:
@@ -252,4 +268,6 @@ def _completion(request: GenerateRequest) -> dict[str, Any]:
 
 def _provenance(body: dict[str, Any]) -> Provenance | None:
     found = body.get("hybrid")
-    return Provenance(**found) if found else None
+    if not found:
+        return None
+    return Provenance(**{f.name: found[f.name] for f in fields(Provenance) if f.name in found})

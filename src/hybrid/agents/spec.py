@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, ValidationError
+from pydantic_core import from_json, to_json
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -17,6 +18,8 @@ from hybrid.config import NAME, AgentConfig, explain
 from hybrid.errors import ConfigError, Conflict, NotFound
 
 Owner = Literal["file", "api"]
+_Change: TypeAlias = "tuple[Sequence[str], Sequence[AgentSpec]]"
+"""The names to remove, and the agents to write."""
 
 _SPECS = "{hybrid:agents}:specs"
 _VERSION = "{hybrid:agents}:version"
@@ -24,13 +27,15 @@ _CHANNEL = "hybrid:agents:changed"
 POLL_S = 0.5
 """A missed notification costs a host this long: pub/sub promises nothing, the counter does."""
 
-# One call, so that no host sees a counter without its change. ARGV: channel, the names to delete
-# (count first), then name and document in pairs. Returns the new version.
+# One call, so that no host sees a counter without its change. ARGV: channel, the version that the
+# change was made for, the names to delete (count first), then name and document in pairs. Returns
+# the new version, or 0 if there was another change since.
 _APPLY = """
+if (redis.call('GET', KEYS[2]) or '') ~= ARGV[2] then return 0 end
 local version = redis.call('INCR', KEYS[2])
-local gone = tonumber(ARGV[2])
-for i = 3, 2 + gone do redis.call('HDEL', KEYS[1], ARGV[i]) end
-for i = 3 + gone, #ARGV, 2 do
+local gone = tonumber(ARGV[3])
+for i = 4, 3 + gone do redis.call('HDEL', KEYS[1], ARGV[i]) end
+for i = 4 + gone, #ARGV, 2 do
   redis.call('HSET', KEYS[1], ARGV[i], version .. ' ' .. ARGV[i + 1])
 end
 redis.call('PUBLISH', ARGV[1], version)
@@ -59,13 +64,15 @@ class AgentSpec(AgentConfig):
         """Check a configuration and everything it names.
 
         Raises:
-            ConfigError: an unknown key, a bad value, a behaviour or verifier that does not
-                import, an `extract` that is not a regular expression with one group.
+            ConfigError: an unknown key, a bad value or one without a JSON form, a behaviour or
+                verifier that does not import, an `extract` that is not a regular expression with
+                one group.
         """
         fields = config.model_dump() if isinstance(config, AgentConfig) else dict(config)
         where = f"agent {name!r}"
         try:
             spec = cls.model_validate({**fields, "name": name, "owner": owner})
+            spec = cls.model_validate({k: _as_stored(v, f"{where}: {k}") for k, v in spec})
         except ValidationError as e:
             raise ConfigError(explain(e, where, cls)) from None
         if "{input}" not in spec.template:
@@ -91,7 +98,8 @@ class AgentSpec(AgentConfig):
 class SpecStore:
     """The specifications in the store; every change raises one counter and is announced.
 
-    Every call raises StoreUnavailable when the store does not answer.
+    Every call raises StoreUnavailable when the store does not answer. What a change is refused for
+    is judged by what is there when it is written, whoever else writes.
     """
 
     def __init__(self, client: Redis) -> None:
@@ -105,10 +113,13 @@ class SpecStore:
             Conflict: hybrid.yaml owns an agent of this name.
         """
         spec = AgentSpec.of(name, config, "api")
-        present = await self.list()
-        _refuse_file_owned(present, name)
-        _check_names({**present, name: spec}, [spec])
-        version = await self._apply([], [spec])
+
+        def change(present: dict[str, AgentSpec]) -> _Change:
+            _refuse_file_owned(present, name)
+            _check_names({**present, name: spec}, [spec])
+            return [], [spec]
+
+        version = await self._apply(change)
         return spec.model_copy(update={"version": version})
 
     async def delete(self, name: str) -> None:
@@ -118,14 +129,19 @@ class SpecStore:
             NotFound: no such agent.
             Conflict: hybrid.yaml owns it, or another agent routes to it by name.
         """
-        present = await self.list()
-        if name not in present:
-            raise _unknown(name, present)
-        _refuse_file_owned(present, name)
-        for other in present.values():
-            if other.name != name and name in (*other.routes, other.fallback):
-                raise Conflict(f"agent {other.name!r} routes to {name!r}; change that one first")
-        await self._apply([name], [])
+
+        def change(present: dict[str, AgentSpec]) -> _Change:
+            if name not in present:
+                raise _unknown(name, present)
+            _refuse_file_owned(present, name)
+            for other in present.values():
+                if other.name != name and name in (*other.routes, other.fallback):
+                    raise Conflict(
+                        f"agent {other.name!r} routes to {name!r}; change that one first"
+                    )
+            return [name], []
+
+        await self._apply(change)
 
     async def get(self, name: str) -> AgentSpec:
         """One agent.
@@ -152,45 +168,59 @@ class SpecStore:
             Conflict: the API added a different agent under one of the names.
         """
         specs = [AgentSpec.of(name, config, "file") for name, config in configs.items()]
-        present = await self.list()
-        for spec in specs:
-            other = present.get(spec.name)
-            if other is not None and other.owner == "api" and other.config() != spec.config():
-                raise Conflict(
-                    f"agent {spec.name!r} of hybrid.yaml was added differently over the API;"
-                    f" `hybrid agents remove {spec.name}` or rename one of them"
-                )
-        gone = [s.name for s in present.values() if s.owner == "file" and s.name not in configs]
-        after = {n: s for n, s in present.items() if n not in gone}
-        after |= {spec.name: spec for spec in specs}
-        _check_names(after, after.values())
-        changed = [
-            spec
-            for spec in specs
-            if spec.name not in present
-            or present[spec.name].model_dump(exclude={"version"})
-            != spec.model_dump(exclude={"version"})
-        ]
-        if gone or changed:
-            await self._apply(gone, changed)
+
+        def change(present: dict[str, AgentSpec]) -> _Change:
+            for spec in specs:
+                other = present.get(spec.name)
+                if other is not None and other.owner == "api" and other.config() != spec.config():
+                    raise Conflict(
+                        f"agent {spec.name!r} of hybrid.yaml was added differently over the API;"
+                        f" `hybrid agents remove {spec.name}` or rename one of them"
+                    )
+            gone = [s.name for s in present.values() if s.owner == "file" and s.name not in configs]
+            after = {n: s for n, s in present.items() if n not in gone}
+            after |= {spec.name: spec for spec in specs}
+            _check_names(after, after.values())
+            changed = [
+                spec
+                for spec in specs
+                if spec.name not in present
+                or present[spec.name].model_dump(exclude={"version"})
+                != spec.model_dump(exclude={"version"})
+            ]
+            return gone, changed
+
+        await self._apply(change)
         return {n: s for n, s in (await self.list()).items() if s.owner == "file"}
 
     async def changes(self) -> AsyncIterator[dict[str, AgentSpec]]:
         """All agents now, and again within a second of every change."""
         seen = None
-        async with self._client.pubsub() as announcements:
-            await announcements.subscribe(_CHANNEL)
-            while True:
-                version = await self._client.get(_VERSION)
-                if seen is None or version != seen[0]:
-                    seen = (version,)
-                    yield await self.list()
-                await announcements.get_message(ignore_subscribe_messages=True, timeout=POLL_S)
+        try:
+            async with self._client.pubsub() as announcements:
+                await announcements.subscribe(_CHANNEL)
+                while True:
+                    version = await self._client.get(_VERSION)
+                    if seen is None or version != seen[0]:
+                        seen = (version,)
+                        yield await self.list()
+                    await announcements.get_message(ignore_subscribe_messages=True, timeout=POLL_S)
+        except (RedisError, OSError) as e:
+            raise unavailable(e) from e
 
-    async def _apply(self, gone: Sequence[str], specs: Sequence[AgentSpec]) -> int:
-        documents = [x for s in specs for x in (s.name, s.model_dump_json(exclude={"version"}))]
-        names = (_SPECS, _VERSION, _CHANNEL, str(len(gone)), *gone, *documents)
-        return int(await _asked(self._client.eval(_APPLY, 2, *names)))
+    async def _apply(self, change: Callable[[dict[str, AgentSpec]], _Change]) -> int:
+        """Carry out what `change` makes of all agents, anew if another writer came between."""
+        while True:
+            # Before the agents: what is written after this is noticed.
+            version = await _asked(self._client.get(_VERSION))
+            gone, specs = change(await self.list())
+            if not gone and not specs:
+                return int(version or 0)
+            documents = [x for s in specs for x in (s.name, s.model_dump_json(exclude={"version"}))]
+            what = (_CHANNEL, version or "", str(len(gone)), *gone, *documents)
+            written = await _asked(self._client.eval(_APPLY, 2, _SPECS, _VERSION, *what))
+            if written:
+                return int(written)
 
 
 async def _asked(call: Any) -> Any:
@@ -199,6 +229,17 @@ async def _asked(call: Any) -> Any:
         return await call
     except (RedisError, OSError) as e:
         raise unavailable(e) from e
+
+
+def _as_stored(value: Any, what: str) -> Any:
+    """A field as the store gives it back: a date is a string then, infinity null, a tuple a list.
+
+    Compared in any other form, a file that was applied before would seem to have changed.
+    """
+    try:
+        return from_json(to_json(value, inf_nan_mode="null"))
+    except ValueError as e:
+        raise ConfigError(f"{what}: it has no JSON form: {e}") from None
 
 
 def _read(raw: bytes | str) -> AgentSpec:

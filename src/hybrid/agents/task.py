@@ -14,6 +14,7 @@ import time
 import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+from urllib.parse import quote
 
 from hybrid.errors import InvalidRequest
 
@@ -72,7 +73,7 @@ class Task:
     def child(self, agent: str, input: Any, *, key: str) -> Task:
         """A task beneath this one. `key` makes its id the same on every retry of the parent."""
         return Task(
-            id=hashlib.sha256(f"{self.id}/{key}".encode()).hexdigest()[:32],
+            id=hashlib.sha256(self.place(key).encode()).hexdigest()[:32],
             agent=agent,
             input=input,
             tenant=self.tenant,
@@ -85,6 +86,10 @@ class Task:
             trace=self.trace,
             stream=self.stream,
         )
+
+    def place(self, key: str) -> str:
+        """A name for one step of this task, that no step of another task has."""
+        return f"{quote(self.id, safe='')}/{key}"  # ids of our own are hexadecimal, and stay as is
 
     def with_attempt(self, attempt: int) -> Task:
         """The same task under another lease."""
@@ -118,7 +123,7 @@ class Task:
                 )
             data["budget"] = Budget(**data["budget"])
             return cls(**{**data, **now})
-        except (ValueError, TypeError, KeyError) as e:
+        except (ValueError, TypeError, KeyError, RecursionError) as e:
             raise InvalidRequest(f"not a task envelope: {e!r}") from None
 
 

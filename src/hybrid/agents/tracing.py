@@ -12,34 +12,35 @@ attempt costs then is a few dictionary look-ups.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, cast
 
+from hybrid.errors import HybridError
+
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import SpanContext
 
     from hybrid.agents.task import Task
 
 log = logging.getLogger(__name__)
+_PROVIDER = "hybrid"
 _ids: ContextVar[tuple[int, int] | None] = ContextVar("attempt_ids", default=None)
 _tracer: Any = None
-# What the SDK's propagator takes up, no more: ids made of what it refuses would fit no parent.
-_TRACEPARENT = re.compile(
-    r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-([0-9a-f]{2})(-.*)?"
-)
 
 
 def configure(
     exporter: SpanExporter | None = None, service: str = "hybrid-agents"
 ) -> Callable[[], None]:
-    """Record spans in this process.
+    """Record spans in this process, from now on only there.
 
     Args:
         exporter: where they go; by default OTLP over HTTP, if OTEL_EXPORTER_OTLP_ENDPOINT is set
@@ -85,11 +86,12 @@ def configure(
         resource=Resource.create({"service.name": service}), id_generator=AttemptIds()
     )
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    _tracer = provider.get_tracer("hybrid.agents")
+    mine = _tracer = provider.get_tracer("hybrid.agents")
 
     def shut_down() -> None:
         global _tracer
-        _tracer = None
+        if _tracer is mine:  # another call may have taken over
+            _tracer = None
         provider.shutdown()
 
     return shut_down
@@ -119,7 +121,7 @@ def span_id(task_id: str, attempt: int) -> int:
 def trace_id(task: Task) -> int:
     """The trace id: the sender's, or 128 bits of SHA-256 of the root's id."""
     if sender := _sender(task):
-        return int(sender[0], 16)
+        return sender.trace_id
     return int.from_bytes(hashlib.sha256(task.root.encode()).digest()[:16]) or 1
 
 
@@ -128,16 +130,24 @@ def child_carrier(task: Task) -> dict[str, str]:
     ids = f"{trace_id(task):032x}-{span_id(task.id, task.attempt):016x}"
     sender = _sender(task)
     # Who began the trace has said whether it is sampled; a child does not decide it anew.
-    sampled = sender is None or int(sender[1], 16) & 1
+    sampled = sender is None or sender.trace_flags.sampled
     return {**task.trace, "traceparent": f"00-{ids}-{'01' if sampled else '00'}"}
 
 
-def _sender(task: Task) -> tuple[str, str] | None:
-    """Trace id and flags of the sender's `traceparent`, in hexadecimal; None if it is not one."""
-    found = _TRACEPARENT.fullmatch(task.trace.get("traceparent", ""))
-    if found is None or (found[1] == "00" and found[4]):
-        return None
-    return found[2], found[3]
+def _context(task: Task) -> Context:
+    """The sender's, never the current one: a host starts an attempt while another is ending."""
+    from opentelemetry.context import Context
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    return TraceContextTextMapPropagator().extract(task.trace, Context())
+
+
+def _sender(task: Task) -> SpanContext | None:
+    """The sender's span; None if its `traceparent` is not one."""
+    from opentelemetry.trace import get_current_span
+
+    found = get_current_span(_context(task)).get_span_context()
+    return found if found.is_valid else None
 
 
 @contextmanager
@@ -147,8 +157,6 @@ def attempt(task: Task) -> Iterator[Callable[[str, str | None], None]]:
         yield lambda outcome, error: None
         return
     from opentelemetry import trace
-    from opentelemetry.context import Context
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     trace_number = trace_id(task)
     links = []
@@ -162,6 +170,7 @@ def attempt(task: Task) -> Iterator[Callable[[str, str | None], None]]:
         links.append(trace.Link(before, {"hybrid.link": "previous_attempt"}))
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": "invoke_agent",
+        "gen_ai.provider.name": _PROVIDER,
         "gen_ai.agent.name": task.agent,
         "hybrid.task.id": task.id,
         "hybrid.task.root": task.root,
@@ -170,13 +179,11 @@ def attempt(task: Task) -> Iterator[Callable[[str, str | None], None]]:
     }
     if task.conversation:
         attributes["gen_ai.conversation.id"] = task.conversation
-    # Never the current context: a host starts an attempt while another one is ending.
-    context = TraceContextTextMapPropagator().extract(task.trace, Context())
     token = _ids.set((trace_number, span_id(task.id, task.attempt)))
     try:
         span = _tracer.start_span(
             f"invoke_agent {task.agent}",
-            context=context,
+            context=_context(task),
             kind=trace.SpanKind.CONSUMER,
             attributes=attributes,
             links=links,
@@ -186,11 +193,16 @@ def attempt(task: Task) -> Iterator[Callable[[str, str | None], None]]:
 
     def ended(outcome: str, error: str | None) -> None:
         span.set_attribute("hybrid.task.outcome", outcome)
-        if error is not None:
+        if error is not None:  # it begins with its kind
+            span.set_attribute("error.type", error.partition(":")[0])
             span.set_status(trace.Status(trace.StatusCode.ERROR, error))
 
-    with trace.use_span(span, end_on_exit=True):
-        yield ended
+    with trace.use_span(span, end_on_exit=True), _typed(span):
+        try:
+            yield ended
+        except asyncio.CancelledError:  # the task is cancelled, its lease lost, or the host ends
+            ended("cancelled", None)
+            raise
 
 
 @contextmanager
@@ -201,7 +213,7 @@ def model_call(operation: str, model: str) -> Iterator[Callable[[Mapping[str, fl
         return
     attributes = {
         "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": "hybrid",
+        "gen_ai.provider.name": _PROVIDER,
         "gen_ai.request.model": model,
     }
     with _tracer.start_as_current_span(
@@ -212,7 +224,8 @@ def model_call(operation: str, model: str) -> Iterator[Callable[[Mapping[str, fl
             for name, value in usage.items():
                 span.set_attribute(f"gen_ai.usage.{name}", value)
 
-        yield used
+        with _typed(span):
+            yield used
 
 
 @contextmanager
@@ -226,10 +239,24 @@ def tool_call(name: str, key: str) -> Iterator[None]:
         "gen_ai.tool.name": name,
         "gen_ai.tool.call.id": key,
     }
-    with _tracer.start_as_current_span(
-        f"execute_tool {name}", kind=_kind("INTERNAL"), attributes=attributes
+    with (
+        _tracer.start_as_current_span(
+            f"execute_tool {name}", kind=_kind("INTERNAL"), attributes=attributes
+        ) as span,
+        _typed(span),
     ):
         yield
+
+
+@contextmanager
+def _typed(span: Any) -> Iterator[None]:
+    """What ends a span by failing is named on it; its status is set by who opened it."""
+    try:
+        yield
+    except Exception as e:
+        kind = e.code if isinstance(e, HybridError) else type(e).__name__
+        span.set_attribute("error.type", kind)
+        raise
 
 
 def _kind(name: str) -> Any:

@@ -246,6 +246,6 @@ def envelope(kind: str, request_id: str, model: str, **fields: Any) -> dict[str,
 
 
 def sse(data: dict[str, Any] | str) -> str:
-    """One server-sent event."""
-    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    """One server-sent event, in ASCII: not every reader leaves U+2028 in a line."""
+    text = data if isinstance(data, str) else json.dumps(data)
     return f"data: {text}\n\n"

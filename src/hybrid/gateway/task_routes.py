@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from hybrid.agents.events import Event
 from hybrid.agents.task import Task, TaskView
 from hybrid.agents.upkeep import Upkeep
 from hybrid.errors import HybridError, NotFound
+from hybrid.gateway import openai
 from hybrid.gateway.agent_routes import view_entry
 from hybrid.gateway.services import Services, services, tenant
 
@@ -54,7 +54,7 @@ async def task_events(
                 async for event in rest:
                     yield _line(event)
             except HybridError as e:  # the listener comes back with Last-Event-ID
-                yield f"event: error\ndata: {json.dumps(e.envelope())}\n\n"
+                yield f"event: error\n{openai.sse(e.envelope())}"
 
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(lines(), media_type="text/event-stream", headers=headers)
@@ -63,8 +63,7 @@ async def task_events(
 def _line(event: Event | None) -> str:
     if event is None:
         return ": nothing new\n\n"
-    data = json.dumps(event.data, ensure_ascii=False)
-    return f"id: {event.id}\nevent: {event.kind}\ndata: {data}\n\n"
+    return f"id: {event.id}\nevent: {event.kind}\n{openai.sse(event.data)}"
 
 
 @router.post("/tasks/{task_id}/signals/{name}", status_code=204)
