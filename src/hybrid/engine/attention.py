@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid.engine.kernels import kernels, usable
 from hybrid.engine.kv_cache import KVCache, Row
+from hybrid.engine.shape import Shape
 
 
 @dataclass(frozen=True)
@@ -32,20 +34,45 @@ class Span:
 class _Decoding:
     """Requests of one size that run one token each.
 
-    rows: int64 [n], where they are in the step. back: int64 [count], the step's row for each of the
-    cache.
-    places, offsets: int64 [n], where their keys and values go. count: rows of the cache that are
-    read. masks: by window, additive [count * kv_heads, 1, width].
+    rows: int64 [n], where they are in the step.
+    places, offsets: int64 [n], where their keys and values go.
+    back: int64 [count], whose row of the cache it is; None if the rows lie in the same order.
+    count: rows of the cache that are read.
+    masks: by window, additive [count * kv_heads, 1, width].
     """
 
     capacity: int
     rows: Tensor
     places: Tensor
     offsets: Tensor
-    back: Tensor
+    back: Tensor | None
     count: int
     width: int
     masks: dict[int | None, Tensor]
+
+
+class _Fused:
+    """The same in one kernel, with no masks and nothing gathered."""
+
+    def __init__(self, cache: KVCache, capacity: int, spans: Sequence[Span]) -> None:
+        self._cache, self._capacity = cache, capacity
+        self._places = torch.tensor(
+            [[s.start for s in spans], [s.row.index for s in spans], [s.offset for s in spans]]
+        )
+        self._scratch = torch.empty(torch.get_num_threads() * cache.group * capacity)
+
+    def __call__(self, layer: int, heads: Tensor, out: Tensor, window: int | None) -> None:
+        """Write out [T, q_heads, hd] of these requests' rows."""
+        library = kernels()
+        assert library is not None
+        _, q_heads, dim = out.shape
+        keys, values = self._cache.layer(self._capacity, layer)
+        n, at = self._places.shape[1], self._places.data_ptr()
+        library.decode_attention(
+            heads.data_ptr(), at, at + 8 * n, at + 16 * n, n, keys.data_ptr(), values.data_ptr(),
+            self._capacity, q_heads, self._cache.kv_heads, dim, window or 0, dim**-0.5,
+            self._scratch.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
 
 
 class Attention:
@@ -67,36 +94,51 @@ class Attention:
         for s in spans:
             if s.stop - s.start == 1:
                 single.setdefault(s.row.capacity, []).append(s)
-        self._single = [self._decoding(size, found) for size, found in single.items()]
+        fused = torch.empty(0, device=cache.device, dtype=cache.dtype)
+        self._fused = [
+            _Fused(cache, size, found) for size, found in single.items() if usable(fused)
+        ]
+        self._single = [
+            self._decoding(size, found) for size, found in single.items() if not usable(fused)
+        ]
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
-    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
         """See `hybrid.engine.model.Attend`."""
-        window, out = self._windows[layer], q.new_empty(q.shape)
-        half = kv.shape[1] // 2
+        kv = self._cache.kv_heads
+        n, every, dim = heads.shape
+        q = every - 2 * kv
+        out = heads.new_empty(n, q, dim)
+        for f in self._fused:
+            f(layer, heads, out, self._windows[layer])
         for d in self._single:
+            mine = heads.index_select(0, d.rows)
             keys, values = self._cache.layer(d.capacity, layer)
-            new = kv[d.rows]
-            keys[d.places, :, :, d.offsets] = new[:, :half]
-            values[d.places, :, d.offsets] = new[:, half:]
-            grouped = q[d.back].view(d.count * half, -1, q.shape[2])
-            read = keys[: d.count].flatten(0, 1)[:, :, : d.width]
-            scale = q.shape[2] ** -0.5
-            scores = torch.baddbmm(d.masks[window], grouped, read, alpha=scale)
-            read = values[: d.count].flatten(0, 1)[:, : d.width]
-            o = torch.bmm(scores.softmax(-1), read)
-            out[d.rows] = o.view(d.count, *q.shape[1:])[d.places]
+            keys[d.places, :, :, d.offsets] = mine[:, q : q + kv]
+            values[d.places, :, d.offsets] = mine[:, q + kv :]
+            asked = mine[:, :q] if d.back is None else mine[:, :q].index_select(0, d.back)
+            scores = torch.baddbmm(
+                d.masks[self._windows[layer]],
+                asked.reshape(d.count * kv, -1, dim),
+                keys[: d.count].flatten(0, 1)[:, :, : d.width],
+                alpha=dim**-0.5,
+            )
+            o = torch.bmm(scores.softmax(-1), values[: d.count].flatten(0, 1)[:, : d.width])
+            o = o.view(d.count, q, dim)
+            if d.back is not None:
+                o = o.index_select(0, d.places)
+            out.index_copy_(0, d.rows, o)
         for s in self._long:
             keys, values = (t[s.row.index] for t in self._cache.layer(s.row.capacity, layer))
             end = s.offset + s.stop - s.start
-            k, v = kv[s.start : s.stop].transpose(0, 1).chunk(2)
+            k, v = heads[s.start : s.stop, q:].transpose(0, 1).chunk(2)
             keys[:, :, s.offset : end] = k.transpose(1, 2)
             values[:, s.offset : end] = v
             if s.offset:
                 k, v = keys[:, :, :end].transpose(1, 2).contiguous(), values[:, :end]
-            mask = self._mask(s.offset, end, window)
+            mask = self._mask(s.offset, end, self._windows[layer])
             o = F.scaled_dot_product_attention(
-                q[s.start : s.stop].transpose(0, 1)[None],
+                heads[s.start : s.stop, :q].transpose(0, 1)[None],
                 k[None],
                 v[None],
                 attn_mask=mask,
@@ -118,17 +160,19 @@ class Attention:
         return self._masks[key]
 
     def _decoding(self, size: int, spans: Sequence[Span]) -> _Decoding:
-        device = self._device
-        rows = torch.tensor([s.start for s in spans], device=device)
-        places = torch.tensor([s.row.index for s in spans], device=device)
+        device, n = self._device, len(spans)
+        indices = [s.row.index for s in spans]
+        places = torch.tensor(indices, device=device)
         offsets = torch.tensor([s.offset for s in spans], device=device)
-        width = int(max(s.offset for s in spans)) + 1
-        count = max(s.row.index for s in spans) + 1
-        # Rows of the cache that are not decoding now are read too; what comes of them is not used.
-        back = torch.zeros(count, dtype=torch.long, device=device)
-        back[places] = rows
-        ends = torch.zeros(count, dtype=torch.long, device=device)
-        ends[places] = offsets
+        rows = torch.tensor([s.start for s in spans], device=device)
+        back = None
+        width, count = max(s.offset for s in spans) + 1, max(indices) + 1
+        ends = offsets
+        if indices != list(range(n)):
+            # Rows of the cache that are not decoding now are read too; their outcome is not used.
+            back = torch.zeros(count, dtype=torch.long, device=device)
+            back[places] = torch.arange(n, device=device)
+            ends = offsets[back]
         seen = torch.arange(width, device=device)[None, None]
         at = ends[:, None, None]
         kv_heads = self._cache.kv_heads
@@ -146,6 +190,37 @@ class Attention:
         """0 where it is true, -inf elsewhere."""
         zeros = torch.zeros(reach.shape, dtype=self._cache.dtype, device=self._device)
         return zeros.masked_fill_(~reach, -torch.inf)
+
+
+class Once:
+    """Attention over tokens that are not kept, for scoring and embedding.
+
+    Args:
+        shape: of the decoder.
+        positions: int64 [T].
+        sees: bool [T, T], which token attends to which, windows left aside; by default each to
+            itself and to those before.
+    """
+
+    def __init__(self, shape: Shape, positions: Tensor, sees: Tensor | None = None) -> None:
+        self._shape = shape
+        at, seen = positions[:, None], positions[None]
+        self._masks = {
+            w: None
+            if sees is None and (w is None or len(positions) <= w)
+            else _reach(at, seen, w) & (seen <= at if sees is None else sees)
+            for w in set(shape.windows)
+        }
+
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        """See `hybrid.engine.model.Attend`."""
+        s = self._shape
+        q, k, v = torch.split(heads.transpose(0, 1), [s.heads, s.kv_heads, s.kv_heads])
+        mask = self._masks[s.windows[layer]]
+        o = F.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        return o[0].transpose(0, 1).flatten(1)
 
 
 def _reach(at: Tensor, seen: Tensor, window: int | None) -> Tensor:

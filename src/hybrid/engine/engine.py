@@ -15,7 +15,8 @@ from hybrid.engine import sampler, scoring
 from hybrid.engine.adapters import load_adapter
 from hybrid.engine.attention import Attention, Span
 from hybrid.engine.kv_cache import KVCache
-from hybrid.engine.lora import Adapter, LoraPlan, Stacks
+from hybrid.engine.lora import Adapter
+from hybrid.engine.lora_plan import LoraPlan, Stacks
 from hybrid.engine.model import Decoder
 from hybrid.engine.scheduler import Item, Scheduler, Sequence
 from hybrid.engine.text import Codec, Stream

@@ -57,6 +57,7 @@ class KVCache:
     ) -> None:
         self._shape = shape
         self.kv_heads = shape.kv_heads
+        self.group = shape.heads // shape.kv_heads
         self.device, self.dtype = device, dtype
         self.sizes: list[int] = []
         size = min(_SMALLEST, context)
@@ -118,11 +119,13 @@ class KVCache:
         if held is not None and len(rows) <= held.keys.shape[1]:
             return
         s, count = self._shape, max(4, 2 * len(rows))
-        like = {"dtype": self.dtype, "device": self.device}
-        fresh = _Held(
-            torch.zeros(s.layers, count, s.kv_heads, s.head_dim, row.capacity, **like),
-            torch.zeros(s.layers, count, s.kv_heads, row.capacity, s.head_dim, **like),
-        )
+
+        def zeros(*dims: int) -> Tensor:
+            return torch.zeros(
+                s.layers, count, s.kv_heads, *dims, dtype=self.dtype, device=self.device
+            )
+
+        fresh = _Held(zeros(s.head_dim, row.capacity), zeros(row.capacity, s.head_dim))
         if held is not None:
             before = held.keys.shape[1]
             fresh.keys[:, :before], fresh.values[:, :before] = held.keys, held.values

@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybrid.engine.lora import LoraPlan
+from hybrid.engine.kernels import rms_norm, silu_mul
+from hybrid.engine.lora_plan import LoraPlan
 from hybrid.engine.shape import Shape
 from hybrid.errors import IntegrityError
 
-Attend = Callable[[int, Tensor, Tensor], Tensor]
-"""(layer, q [T, heads, hd], kv [T, 2 * kv_heads, hd]: keys, then values) → [T, heads * hd]."""
+Attend = Callable[[int, Tensor], Tensor]
+"""(layer, [T, heads + 2 * kv_heads, hd]: queries, keys, values) → [T, heads * hd]."""
 
 
 class Linear:
@@ -158,20 +159,20 @@ class Decoder:
         rotated, n = shape.heads + shape.kv_heads, ids.shape[0]
         h = plan.embed(ids, self.embedding)
         for layer, block in enumerate(self.blocks):
-            x = F.rms_norm(h, (shape.hidden,), block.norm1, shape.eps)
+            x = rms_norm(h, block.norm1, shape.eps)
             y = plan.apply(layer, "qkv", x, block.qkv(x))
             heads = y.view(n, -1, shape.head_dim)
             if block.qk_norm is not None:
                 qk = heads[:, :rotated]
                 qk.copy_(F.rms_norm(qk, (shape.head_dim,), None, shape.eps) * block.qk_norm)
             _rotate(heads[:, :rotated], rotation)
-            o = attend(layer, heads[:, : shape.heads], heads[:, shape.heads :])
+            o = attend(layer, heads)
             h = plan.apply(layer, "o", o, block.o(o, h))
-            x = F.rms_norm(h, (shape.hidden,), block.norm2, shape.eps)
+            x = rms_norm(h, block.norm2, shape.eps)
             y = plan.apply(layer, "gate_up", x, block.gate_up(x))
-            z = F.silu(y[:, : shape.intermediate]).mul_(y[:, shape.intermediate :])
+            z = silu_mul(y)
             h = plan.apply(layer, "down", z, block.down(z, h))
-        return F.rms_norm(h, (shape.hidden,), self.norm, shape.eps)
+        return rms_norm(h, self.norm, shape.eps)
 
     def logits(self, hidden: Tensor, plan: LoraPlan, rows: Tensor) -> Tensor:
         """[T, hidden] → float32 [N, vocab] of the rows that are asked for, int64 [N]."""
@@ -183,7 +184,11 @@ def _rotate(x: Tensor, rotation: Tensor) -> None:
     """Rotary position embedding (Su et al. 2021), in place: x [T, heads, hd], pairs side by side;
     rotation complex64 [T, 1, hd / 2]."""
     if x.dtype == torch.float32:
-        torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(rotation)
+        torch.view_as_complex(_pairs(x)).mul_(rotation)
     else:
-        turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * rotation
+        turned = torch.view_as_complex(_pairs(x.float())) * rotation
         x.copy_(torch.view_as_real(turned).flatten(-2))
+
+
+def _pairs(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:-1], -1, 2)

@@ -4,9 +4,9 @@ Fair between (tenant, adapter) pairs by the virtual token counter of Sheng et al
 Serving Large Language Models" (OSDI 2024): the queue that was served least goes first, and one
 that comes back after a pause is lifted to the least active counter, so that idling saves nothing.
 A higher priority goes before fairness, but nobody waits for ever: a request gains one priority for
-every `_AGE_STEPS` steps that it waits. When the cache is full the least urgent, latest request gives
-its row back and is computed again when there is room (preemption by recompute, as in vLLM, Kwon et
-al. 2023).
+every `_AGE_STEPS` steps that it waits. When the cache is full the least urgent, latest request
+gives its row back and is computed again when there is room (preemption by recompute, as in vLLM,
+Kwon et al. 2023).
 """
 
 from __future__ import annotations

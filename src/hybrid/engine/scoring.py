@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.engine.lora import Adapter, LoraPlan
+from hybrid.engine.attention import Once
+from hybrid.engine.lora import Adapter
+from hybrid.engine.lora_plan import LoraPlan
 from hybrid.engine.model import Decoder
 
 
@@ -56,27 +58,12 @@ def build_trie(choices: tuple[tuple[int, ...], ...]) -> Trie:
     )
 
 
-class _TreeAttention:
-    """Prompt rows attend causally, trie rows to the whole prompt and their ancestors."""
-
-    def __init__(self, prompt: int, trie: Trie, device: torch.device) -> None:
-        n = prompt + len(trie.tokens)
-        mask = torch.zeros(n, n, dtype=torch.bool, device=device)
-        mask[:prompt, :prompt] = torch.ones(prompt, prompt, dtype=torch.bool).tril()
-        mask[prompt:, :prompt] = True
-        mask[prompt:, prompt:] = trie.sees
-        self._mask = mask
-
-    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        k, v = kv.chunk(2, 1)
-        o = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-            attn_mask=self._mask,
-            enable_gqa=True,
-        )
-        return o[0].transpose(0, 1).flatten(1)
+def _sees(prompt: int, trie: Trie) -> Tensor:
+    """bool [T, T]: prompt tokens see those before, nodes the whole prompt and their ancestors."""
+    n = prompt + len(trie.tokens)
+    sees = torch.ones(n, n, dtype=torch.bool).tril()
+    sees[prompt:, prompt:] = trie.sees
+    return sees
 
 
 def score(
@@ -96,7 +83,8 @@ def score(
     ids = torch.cat([torch.tensor(prompt), trie.tokens]).to(device)
     positions = torch.cat([torch.arange(n), trie.depths + n]).to(device)
     plan = LoraPlan.single(adapter, len(ids))
-    hidden = decoder.forward(ids, positions, _TreeAttention(n, trie, device), plan)
+    attend = Once(decoder.shape, positions, _sees(n, trie).to(device))
+    hidden = decoder.forward(ids, positions, attend, plan)
     inner: Tensor = torch.unique(trie.parents)
     table = torch.log_softmax(decoder.logits(hidden, plan, inner.to(device) + n - 1), -1)
     row = torch.searchsorted(inner, trie.parents).to(device)
@@ -104,27 +92,11 @@ def score(
     return [sum(gained[i] for i in path) for path in trie.paths]
 
 
-class Causal:
-    """Plain causal attention over one sequence that is not kept: for embeddings."""
-
-    def __call__(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
-        """See `hybrid.engine.model.Attend`."""
-        k, v = kv.chunk(2, 1)
-        o = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            k.transpose(0, 1)[None],
-            v.transpose(0, 1)[None],
-            is_causal=True,
-            enable_gqa=True,
-        )
-        return o[0].transpose(0, 1).flatten(1)
-
-
 def embed(decoder: Decoder, adapter: Adapter | None, ids: Sequence[int]) -> list[float]:
     """Mean of the last hidden states over the tokens, L2-normalised: `hidden` floats."""
     tokens = torch.tensor(ids, device=decoder.device)
     positions = torch.arange(len(ids), device=decoder.device)
     plan = LoraPlan.single(adapter, len(ids))
-    hidden = decoder.forward(tokens, positions, Causal(), plan)
+    hidden = decoder.forward(tokens, positions, Once(decoder.shape, positions), plan)
     vector: list[float] = F.normalize(hidden.float().mean(0), dim=0).tolist()
     return vector

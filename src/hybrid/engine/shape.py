@@ -1,4 +1,4 @@
-"""What a decoder looks like: dimensions, options of its family, rotary embeddings; from config.json.
+"""What a decoder looks like: dimensions, its family's options, rotary embeddings.
 
 Llama, Mistral, Qwen2 and Qwen3 differ in a few switches and share one path (`model.Decoder`). What
 is not listed here is not guessed: `Shape.read` raises Unsupported, and names what it met.
@@ -115,7 +115,7 @@ class Shape:
         }
 
     def rotations(self, device: torch.device) -> Tensor:
-        """complex64 [context, head_dim / 2]: what a pair of a head is multiplied by, by position."""
+        """complex64 [context, head_dim / 2]: by what a pair of a head is multiplied."""
         frequencies = torch.tensor(self.rope_frequencies, dtype=torch.float32)
         angles = torch.arange(self.context, dtype=torch.float32)[:, None] * frequencies
         return (torch.polar(torch.ones_like(angles), angles) * self.rope_scaling).to(device)
