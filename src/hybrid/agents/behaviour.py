@@ -163,7 +163,7 @@ class Context(Durable):
             return value, {"tokens": used, "model_calls": 1}
 
         value = dict(await self._once("generate", run, plain=True))
-        for name in ("token_ids", "logprobs"):
+        for name in ("token_ids", "logprobs", "pieces", "top_logprobs"):
             value[name] = tuple(value[name])
         if value["provenance"] is not None:
             value["provenance"] = Provenance(**value["provenance"])

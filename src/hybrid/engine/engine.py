@@ -13,6 +13,7 @@ import torch
 
 from hybrid.engine import sampler, scoring
 from hybrid.engine.adapters import load_adapter
+from hybrid.engine.constraint import Constraints
 from hybrid.engine.kv_cache import KVCache, Span
 from hybrid.engine.lora import Adapter, JoinCache, LoraPlan
 from hybrid.engine.model import Decoder
@@ -30,6 +31,7 @@ class Event:
     text: str = ""
     token: int | None = None
     logprob: float = 0.0
+    top: sampler.Top = ()
     finish_reason: FinishReason | None = None
     error: HybridError | None = None
 
@@ -68,6 +70,7 @@ class Engine:
         self.adapters: dict[str, Adapter] = {}
         self.counters: Counter[str] = Counter()
         self._joined = JoinCache()
+        self.constraints = Constraints(folder, self.codec, self.decoder.shape.vocab)
 
     # --- requests -----------------------------------------------------------------------
 
@@ -89,7 +92,8 @@ class Engine:
             tag: kept on the sequence for the caller.
 
         Raises:
-            InvalidRequest: an empty prompt, a bad setting. ContextTooLong. RateLimited.
+            InvalidRequest: an empty prompt, a bad setting, a constraint that cannot be held to.
+            ContextTooLong. RateLimited. Unsupported: a constraint, with this base's tokenizer.
         """
         ids = self.prompt_ids(prompt)
         _check_sampling(sampling)
@@ -99,6 +103,7 @@ class Engine:
                 f" context of {self.context} tokens",
                 param="prompt" if len(ids) >= self.context else "max_tokens",
             )
+        walk = self.constraints.start(sampling.constraint)
         sequence = Sequence(
             id=request_id,
             prompt=ids,
@@ -111,6 +116,7 @@ class Engine:
             tag=tag,
         )
         self.scheduler.add(sequence)
+        self.constraints.hold(sequence, walk)
         if sequence.adapter:
             sequence.adapter.in_use += 1
         self.counters["requests"] += 1
@@ -152,9 +158,10 @@ class Engine:
         chosen = [item.sequence for item in items if item.last]
         if chosen:
             how = [(s.sampling, s.draws) for s in chosen]
-            tokens, logprobs = sampler.sample(self.decoder.logits(hidden), how)
-            for sequence, token, logprob in zip(chosen, tokens, logprobs, strict=True):
-                events.append(self._advance(sequence, token, logprob))
+            masks = self.constraints.masks(chosen)
+            drawn = sampler.sample(self.decoder.logits(hidden), how, masks)
+            for sequence, token, logprob, top in zip(chosen, *drawn, strict=True):
+                events.append(self._advance(sequence, token, logprob, top))
         return events
 
     def _run(self, items: list[Item]) -> torch.Tensor:
@@ -189,9 +196,12 @@ class Engine:
         )
         return hidden[last]
 
-    def _advance(self, s: Sequence, token: int, logprob: float) -> Event:
+    def _advance(self, s: Sequence, token: int, logprob: float, top: sampler.Top) -> Event:
         if s.first_token is None:
             s.first_token = time.monotonic()
+        if (error := self.constraints.accept(s, token)) is not None:
+            self._end(s)
+            return Event(s, error=error)
         if token in self.codec.ends:
             self._end(s)
             return Event(s, text=s.stream.finish(), finish_reason="stop")
@@ -202,15 +212,19 @@ class Engine:
         reason: FinishReason | None = None
         if s.stream.stopped:
             reason = "stop"
+        elif self.constraints.whole(s):
+            text += s.stream.finish()
+            reason = "stop"
         elif len(s.output) >= s.sampling.max_tokens:
             text += s.stream.finish()
             reason = "stop" if s.stream.stopped else "length"
         if reason:
             self._end(s)
-        return Event(s, text=text, token=token, logprob=logprob, finish_reason=reason)
+        return Event(s, text=text, token=token, logprob=logprob, top=top, finish_reason=reason)
 
     def _end(self, s: Sequence) -> None:
         s.ended = True
+        self.constraints.drop(s)
         if s.adapter is not None:
             s.adapter.in_use -= 1
         self.scheduler.remove(s)
@@ -307,6 +321,7 @@ def _check_sampling(s: Sampling) -> None:
         ("top_p", 0 < s.top_p <= 1, "above 0, at most 1"),
         ("top_k", s.top_k >= 0, "0 (off) or more"),
         ("stop", all(s.stop), "no empty strings"),
+        ("top_logprobs", 0 <= s.top_logprobs <= 20 * s.logprobs, "0 to 20, above 0 with logprobs"),
     ):
         if not fine:
             raise InvalidRequest(f"{name}={getattr(s, name)!r}: allowed is {allowed}", param=name)
