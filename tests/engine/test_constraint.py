@@ -108,7 +108,7 @@ _atom = st.one_of(
     st.text(st.characters(min_codepoint=33, max_codepoint=0x2FF), min_size=1, max_size=3).map(
         re.escape
     ),
-    st.sampled_from(["[a-c]", "[^a]", r"\d", "(x|yz)"]),
+    st.sampled_from(["[a-c]", "[^a]", "[0-9]", "(x|yz)"]),
 )
 _piece = st.tuples(_atom, st.sampled_from(["", "?", "{2}", "{0,3}"])).map(
     lambda pair: f"(?:{pair[0]}){pair[1]}"
@@ -120,7 +120,6 @@ _piece = st.tuples(_atom, st.sampled_from(["", "?", "{2}", "{0,3}"])).map(
 def test_any_small_pattern_is_matched(engine: Engine, pattern: str, seed: int) -> None:
     text, reason = answer(engine, Constraint.regex(pattern), seed=seed)
     assert reason == "stop"
-    # As in Python's `re`, but for bytes: what is no character yet is a replacement character.
     assert re.fullmatch(pattern, text), (pattern, text)
 
 
