@@ -7,8 +7,12 @@ probabilities are natural-log probabilities.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from hybrid.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -23,9 +27,54 @@ class Provenance:
     adapter_digest: str | None = None
 
 
+@dataclass(frozen=True)
+class Constraint:
+    """What an answer's text must be: JSON of a schema, a match of a regex, one of a few choices.
+
+    `text` is the schema as JSON, the pattern, or the choices as a JSON list. Whether it can be
+    held to is found out where it is compiled, by the model.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice"]
+    text: str = ""
+
+    @classmethod
+    def json_schema(cls, schema: dict[str, Any]) -> Constraint:
+        """A JSON schema; an object's properties come in the schema's order.
+
+        Raises:
+            InvalidRequest: it is no JSON.
+        """
+        try:
+            return cls("json_schema", json.dumps(schema, ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as e:
+            raise InvalidRequest(f"json_schema is no JSON: {e}", param="json_schema") from None
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Any JSON object."""
+        return cls("json_object", '{"type": "object"}')
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """A pattern that the whole answer matches: no look-around, no references back."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Constraint:
+        """One of a closed set of answers."""
+        return cls("choice", json.dumps(list(choices), ensure_ascii=False))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. `temperature=0` is greedy. `stop` strings are not returned."""
+    """How the next token is chosen. `temperature=0` is greedy. `stop` strings are not returned.
+
+    `logprobs` asks for each token's log probability, `top_logprobs` (0 to 20, with `logprobs`)
+    for the likeliest tokens in its place. They are the model's own: before temperature, cuts and
+    the constraint. An answer under a `constraint` ends with "stop" once it is whole; a stop string
+    or `max_tokens` ("length") may cut it before.
+    """
 
     max_tokens: int = 64
     temperature: float = 0.0
@@ -34,6 +83,8 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     logprobs: bool = False
+    top_logprobs: int = 0
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +104,29 @@ class GenerateRequest:
     deadline: float | None = None
 
 
+@dataclass(frozen=True)
+class Alternative:
+    """A token that could have been chosen; `piece` is its bytes."""
+
+    token: int
+    piece: bytes
+    logprob: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
     """A piece of an answer. The last chunk of a request has `finish_reason` set.
 
-    `prompt_tokens` and `completion_tokens` count from the start of the request.
+    `prompt_tokens` and `completion_tokens` count from the start of the request. Where
+    log probabilities were asked for, `logprobs[i]`, `pieces[i]` (bytes) and `top_logprobs[i]`
+    (likeliest first) belong to `token_ids[i]`; else the three are empty.
     """
 
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    pieces: tuple[bytes, ...] = ()
+    top_logprobs: tuple[tuple[Alternative, ...], ...] = ()
     finish_reason: FinishReason | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0

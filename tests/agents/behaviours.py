@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from hybrid.agents.behaviour import Context
-from hybrid.errors import Unavailable
+from hybrid.errors import InvalidRequest, Unavailable
 
 ran: list[str] = []
 failures = {"left": 0}
@@ -122,6 +122,17 @@ async def pipeline(ctx: Context) -> Any:
     """Generate, then hand on to `echo`."""
     draft = await ctx.generate(prompt="one two three")
     return ctx.handoff("echo", draft.text + " four")
+
+
+async def classify(ctx: Context) -> Any:
+    """Answers held to three kinds of constraint; two at once are refused."""
+    await ctx.generate(choices=["civil", "criminal"])
+    await ctx.generate(json_schema={"type": "null"})
+    last = await ctx.generate(regex="a+")
+    try:
+        await ctx.generate(json_schema={"type": "null"}, regex="a")
+    except InvalidRequest as e:
+        return [last.text, e.param]
 
 
 async def outer(ctx: Context) -> Any:

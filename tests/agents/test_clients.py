@@ -22,7 +22,7 @@ from hybrid.errors import (
     Unauthorized,
     Unavailable,
 )
-from hybrid.wire import Chunk, EmbedRequest, GenerateRequest, Sampling, ScoreRequest
+from hybrid.wire import Chunk, Constraint, EmbedRequest, GenerateRequest, Sampling, ScoreRequest
 
 PROVENANCE = {
     "release": "v1",
@@ -274,5 +274,31 @@ def test_serves_errors_become_ours_and_cancelling_reaches_the_other_end() -> Non
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert response.cancelled
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("constraint", "field", "value"),
+    [
+        (Constraint.json_schema({"type": "null"}), "guided_json", {"type": "null"}),
+        (Constraint.json_object(), "guided_json", {"type": "object"}),
+        (Constraint.regex("a+"), "guided_regex", "a+"),
+        (Constraint.choice(["é", "b"]), "guided_choice", ["é", "b"]),
+    ],
+)
+def test_a_constraint_goes_over_http(
+    endpoint: Endpoint, constraint: Constraint, field: str, value: object
+) -> None:
+    async def scene() -> None:
+        client = HttpModelClient(f"http://127.0.0.1:{endpoint.server_port}", key="secret")
+        try:
+            sampling = Sampling(constraint=constraint)
+            await client.generate(GenerateRequest(id="1", model="m", prompt="x", sampling=sampling))
+            assert endpoint.seen[-1][field] == value
+            await client.generate(request())
+            assert not [name for name in endpoint.seen[-1] if name.startswith("guided")]
+        finally:
+            await client.close()
 
     asyncio.run(scene())

@@ -25,6 +25,7 @@ from hybrid.agents.upkeep import Upkeep
 from hybrid.config import AgentConfig
 from hybrid.errors import TaskFailed, Unavailable
 from hybrid.testing import Agents, ScriptedModelClient
+from hybrid.wire import GenerateRequest
 
 PROJECT = {"run": {"name": "t"}, "model": {"name": "base"}}
 
@@ -119,6 +120,22 @@ def test_an_output_that_is_no_json_fails_by_name(store_url: str) -> None:
         assert "cannot be stored as JSON" in str(view.error)
 
     play(store_url, {"a": spec(behaviours.unstorable)}, scene)
+
+
+def test_a_behaviour_says_what_an_answer_must_be(store_url: str) -> None:
+    model = ScriptedModelClient()
+
+    async def scene(agents: Agents) -> None:
+        view = await agents.finish(await agents.submit("a", "civil"))
+        assert view.result == ["civil", "regex"]
+        kinds = [c.sampling.constraint for c in model.calls if isinstance(c, GenerateRequest)]
+        assert [c and (c.kind, c.text) for c in kinds] == [
+            ("choice", '["civil", "criminal"]'),
+            ("json_schema", '{"type": "null"}'),
+            ("regex", "a+"),
+        ]
+
+    play(store_url, {"a": spec(behaviours.classify)}, scene, model)
 
 
 def test_a_model_that_is_away_is_waited_for(store_url: str) -> None:

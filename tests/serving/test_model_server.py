@@ -33,7 +33,7 @@ from hybrid.wire import Chunk, EmbedRequest, GenerateRequest, Sampling, ScoreReq
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
-    tiny_base(root / "one", seed=1)
+    tiny_base(root / "one", seed=1, max_position_embeddings=16384)
     tiny_base(root / "two", seed=2)
     for i in range(2):
         tiny_adapter(root / "one", root / f"a{i}", seed=i)
@@ -118,7 +118,7 @@ def test_unknown_models_are_404_and_never_the_base(registry: Registry, tmp_path:
             with pytest.raises(InvalidRequest):
                 await server.generate_full(request("base", None))
             with pytest.raises(ContextTooLong):
-                await server.generate_full(request("base", "fox " * 300))
+                await server.generate_full(request("base", n=16384))
 
     run(test)
 
@@ -155,7 +155,7 @@ def test_a_new_base_takes_over_while_the_old_one_finishes(
     async def test() -> None:
         async with serving(tmp_path) as server:
             old = registry.release("base@stable").base_digest
-            stream = server.generate(request("base", n=100, temperature=1.0, seed=1))
+            stream = server.generate(request("base", n=16000))
             first = await anext(stream)
             assert first.provenance and first.provenance.base_digest == old
             new = registry.publish("base", "base", made / "two").digest
@@ -178,7 +178,7 @@ def test_a_new_base_takes_over_while_the_old_one_finishes(
 def test_leaving_a_stream_frees_its_row(registry: Registry, tmp_path: Path) -> None:
     async def test() -> None:
         async with serving(tmp_path) as server:
-            stream = server.generate(request("base:a0", n=100, temperature=1.0, seed=2))
+            stream = server.generate(request("base:a0", n=16000))
             await anext(stream)
             assert (await server.info())["counters"]["running"] == 1
             await stream.aclose()  # type: ignore[attr-defined]
@@ -187,7 +187,7 @@ def test_leaving_a_stream_frees_its_row(registry: Registry, tmp_path: Path) -> N
                 return (await server.info())["counters"]["running"] == 0
 
             await until(free, "the row is free")
-            other = request("base", n=100, temperature=1.0, seed=3)
+            other = request("base", n=16000)
             task = asyncio.create_task(server.generate_full(other))
 
             async def runs() -> bool:

@@ -29,7 +29,7 @@ from hybrid.agents.durable import Durable
 from hybrid.agents.steps import Journal, Scored
 from hybrid.agents.tools import ToolCall, ToolRegistry
 from hybrid.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from hybrid.wire import Chunk, GenerateRequest, Provenance, Sampling, ScoreRequest
+from hybrid.wire import Chunk, Constraint, GenerateRequest, Provenance, Sampling, ScoreRequest
 
 if TYPE_CHECKING:
     from hybrid.agents.board import Board
@@ -125,6 +125,9 @@ class Context(Durable):
         temperature: float = 0.0,
         stop: Sequence[str] | None = None,
         seed: int | None = None,
+        json_schema: dict[str, Any] | None = None,
+        regex: str | None = None,
+        choices: Sequence[str] | None = None,
     ) -> Chunk:
         """The model's whole answer.
 
@@ -133,12 +136,18 @@ class Context(Durable):
             prompt: the prompt itself, instead of `input`.
             model: by default the agent's own.
             max_tokens, stop: by default the agent's own.
+            json_schema, regex, choices: what the answer must be; at most one of them. It is cut
+                by `max_tokens` all the same (`finish_reason` "length").
+
+        Raises:
+            InvalidRequest: two constraints, or one that the model cannot be held to.
         """
         sampling = Sampling(
             max_tokens=max_tokens or self.spec.max_tokens,
             temperature=temperature,
             seed=seed,
             stop=tuple(self.spec.stop if stop is None else stop),
+            constraint=_constraint(json_schema, regex, choices),
         )
 
         async def run(key: str) -> tuple[Any, dict[str, float]]:
@@ -163,7 +172,7 @@ class Context(Durable):
             return value, {"tokens": used, "model_calls": 1}
 
         value = dict(await self._once("generate", run, plain=True))
-        for name in ("token_ids", "logprobs"):
+        for name in ("token_ids", "logprobs", "pieces", "top_logprobs"):
             value[name] = tuple(value[name])
         if value["provenance"] is not None:
             value["provenance"] = Provenance(**value["provenance"])
@@ -255,3 +264,16 @@ class Context(Durable):
     def _request_id(self, key: str) -> str:
         step = f"{zlib.crc32(key.encode()):08x}"
         return f"{self.task.id}-{self._lease.task.attempt}-{step}"
+
+
+def _constraint(
+    json_schema: dict[str, Any] | None, regex: str | None, choices: Sequence[str] | None
+) -> Constraint | None:
+    given = [
+        *([] if json_schema is None else [Constraint.json_schema(json_schema)]),
+        *([] if regex is None else [Constraint.regex(regex)]),
+        *([] if choices is None else [Constraint.choice(choices)]),
+    ]
+    if len(given) > 1:
+        raise InvalidRequest("give one of json_schema, regex and choices", param=given[1].kind)
+    return given[0] if given else None

@@ -254,6 +254,11 @@ async def _lines(response: httpx.Response) -> AsyncGenerator[str, None]:
 
 def _completion(request: GenerateRequest) -> dict[str, Any]:
     s = request.sampling
+    held: dict[str, Any] = {}
+    if s.constraint is not None:
+        kind, text = s.constraint.kind, s.constraint.text
+        name = {"regex": "guided_regex", "choice": "guided_choice"}.get(kind, "guided_json")
+        held[name] = text if kind == "regex" else json.loads(text)
     prompt = request.prompt if request.prompt is not None else list(request.prompt_ids or ())
     return {
         "model": request.model,
@@ -263,6 +268,7 @@ def _completion(request: GenerateRequest) -> dict[str, Any]:
         "top_p": s.top_p,
         "seed": s.seed,
         "stop": list(s.stop) or None,
+        **held,
     }
 
 

@@ -14,6 +14,7 @@ import torch
 from hybrid.engine import sampler, scoring
 from hybrid.engine.adapters import load_adapter
 from hybrid.engine.attention import Attention, Span
+from hybrid.engine.constraint import Constraints
 from hybrid.engine.kv_cache import KVCache
 from hybrid.engine.lora import Adapter
 from hybrid.engine.lora_plan import LoraPlan, Stacks
@@ -32,6 +33,7 @@ class Event:
     text: str = ""
     token: int | None = None
     logprob: float = 0.0
+    top: sampler.Top = ()
     finish_reason: FinishReason | None = None
     error: HybridError | None = None
 
@@ -69,6 +71,7 @@ class Engine:
         self.adapters: dict[str, Adapter] = {}
         self.counters: Counter[str] = Counter()
         self._stacks = Stacks()
+        self.constraints = Constraints(folder, self.codec, self.decoder.shape.vocab)
 
     # --- requests -----------------------------------------------------------------------
 
@@ -90,7 +93,8 @@ class Engine:
             tag: kept on the sequence for the caller.
 
         Raises:
-            InvalidRequest: an empty prompt, a bad setting. ContextTooLong. RateLimited.
+            InvalidRequest: an empty prompt, a bad setting, a constraint that cannot be held to.
+            ContextTooLong. RateLimited. Unsupported: a constraint, with this base's tokenizer.
         """
         ids = self.prompt_ids(prompt)
         _check_sampling(sampling)
@@ -100,6 +104,7 @@ class Engine:
                 f" context of {self.context} tokens",
                 param="prompt" if len(ids) >= self.context else "max_tokens",
             )
+        walk = self.constraints.start(sampling.constraint)
         sequence = Sequence(
             id=request_id,
             prompt=ids,
@@ -112,6 +117,7 @@ class Engine:
             tag=tag,
         )
         self.scheduler.add(sequence)
+        self.constraints.hold(sequence, walk)
         if sequence.adapter:
             sequence.adapter.in_use += 1
         self.counters["requests"] += 1
@@ -152,9 +158,10 @@ class Engine:
         chosen, logits = self._run(items)
         if chosen:
             how = [(s.sampling, s.draws) for s in chosen]
-            tokens, logprobs = sampler.sample(logits, how)
-            for sequence, token, logprob in zip(chosen, tokens, logprobs, strict=True):
-                events.append(self._advance(sequence, token, logprob))
+            masks = self.constraints.masks(chosen)
+            drawn = sampler.sample(logits, how, masks)
+            for sequence, token, logprob, top in zip(chosen, *drawn, strict=True):
+                events.append(self._advance(sequence, token, logprob, top))
         return events
 
     def _run(self, items: list[Item]) -> tuple[list[Sequence], torch.Tensor]:
@@ -194,9 +201,12 @@ class Engine:
         rows = torch.tensor(last, dtype=torch.long, device=device)
         return chosen, decoder.logits(hidden, plan, rows)
 
-    def _advance(self, s: Sequence, token: int, logprob: float) -> Event:
+    def _advance(self, s: Sequence, token: int, logprob: float, top: sampler.Top) -> Event:
         if s.first_token is None:
             s.first_token = time.monotonic()
+        if (error := self.constraints.accept(s, token)) is not None:
+            self._end(s)
+            return Event(s, error=error)
         if token in self.codec.ends:
             self._end(s)
             return Event(s, text=s.stream.finish(), finish_reason="stop")
@@ -207,15 +217,19 @@ class Engine:
         reason: FinishReason | None = None
         if s.stream.stopped:
             reason = "stop"
+        elif self.constraints.whole(s):
+            text += s.stream.finish()
+            reason = "stop"
         elif len(s.output) >= s.sampling.max_tokens:
             text += s.stream.finish()
             reason = "stop" if s.stream.stopped else "length"
         if reason:
             self._end(s)
-        return Event(s, text=text, token=token, logprob=logprob, finish_reason=reason)
+        return Event(s, text=text, token=token, logprob=logprob, top=top, finish_reason=reason)
 
     def _end(self, s: Sequence) -> None:
         s.ended = True
+        self.constraints.drop(s)
         if s.adapter is not None:
             s.adapter.in_use -= 1
         self.scheduler.remove(s)
@@ -312,6 +326,7 @@ def _check_sampling(s: Sampling) -> None:
         ("top_p", 0 < s.top_p <= 1, "above 0, at most 1"),
         ("top_k", s.top_k >= 0, "0 (off) or more"),
         ("stop", all(s.stop), "no empty strings"),
+        ("top_logprobs", 0 <= s.top_logprobs <= 20 * s.logprobs, "0 to 20, above 0 with logprobs"),
     ):
         if not fine:
             raise InvalidRequest(f"{name}={getattr(s, name)!r}: allowed is {allowed}", param=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,25 @@ from tokenizers import Tokenizer
 from hybrid.errors import IntegrityError
 
 _REPLACEMENT = "�"
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters that byte-level BPE (GPT-2's) writes bytes with; printable ones stay."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_LETTERS = _byte_letters()
 
 
 class Codec:
     """A base's tokenizer and its end-of-text tokens.
+
+    Attributes:
+        ends, end: the end-of-text tokens; one of them.
+        size: the highest token id and one.
 
     Raises:
         IntegrityError: the folder has no tokenizer.json, or names no end-of-text token.
@@ -26,6 +42,9 @@ class Codec:
         if not path.exists():
             raise IntegrityError(f"{folder}: no tokenizer.json; the base cannot be served")
         self._tokenizer: Any = Tokenizer.from_file(str(path))
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self._byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
+        self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         ends: set[int] = set()
         for name in ("config.json", "generation_config.json"):
             if (folder / name).exists():
@@ -50,6 +69,19 @@ class Codec:
         """Text of token ids, without special tokens."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def piece(self, token: int) -> bytes:
+        """Bytes of one token within a text, whole characters or not; of a special one its name."""
+        name: str | None = self._tokenizer.id_to_token(token)
+        if name is None:  # the model's vocabulary is larger than the tokenizer's
+            return b""
+        if token in self._added:
+            return name.encode()
+        if self._byte_level:
+            return b"".join(bytes([_LETTERS[c]]) if c in _LETTERS else c.encode() for c in name)
+        if byte := _BYTE.fullmatch(name):
+            return bytes([int(byte[1], 16)])
+        return name.replace("▁", " ").encode()
 
 
 class Stream:

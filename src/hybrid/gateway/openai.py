@@ -13,24 +13,21 @@ import uuid
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hybrid.errors import InvalidRequest
+from hybrid.gateway.guided import Body, Guided, ResponseFormat
 from hybrid.wire import Chunk, ModelCard, Provenance, Sampling
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Options of a streamed answer."""
 
     include_usage: bool = False
     """Send a last chunk with the token counts."""
 
 
-class _Generation(_Body):
+class _Generation(Guided):
     model: str
     temperature: float | None = Field(1.0, ge=0, le=2)
     top_p: float | None = Field(1.0, gt=0, le=1)
@@ -58,9 +55,14 @@ class _Generation(_Body):
             if getattr(self, name):
                 raise InvalidRequest(f"{name} is not supported; leave it out or 0", param=name)
 
-    def samplings(self, max_tokens: int, logprobs: bool) -> list[Sampling]:
-        """One `Sampling` for each of the `n` answers."""
+    def samplings(self, max_tokens: int, logprobs: int | None) -> list[Sampling]:
+        """One `Sampling` for each of the `n` answers.
+
+        Args:
+            logprobs: how many of the likeliest tokens are shown; None for no log probabilities.
+        """
         self.refuse_penalties()
+        constraint = self.constraint()
         stops = self.stops()
         n = self.n or 1
         return [
@@ -71,7 +73,9 @@ class _Generation(_Body):
                 top_k=self.top_k,
                 seed=None if self.seed is None else self.seed + i,
                 stop=stops,
-                logprobs=logprobs,
+                logprobs=logprobs is not None,
+                top_logprobs=logprobs or 0,
+                constraint=constraint,
             )
             for i in range(n)
         ]
@@ -97,10 +101,6 @@ class CompletionRequest(_Generation):
             raise InvalidRequest("echo is not supported", param="echo")
         if self.best_of not in (None, 1):
             raise InvalidRequest("best_of is not supported; use n", param="best_of")
-        if self.logprobs:
-            raise InvalidRequest(
-                "logprobs: only 0 (the chosen tokens) is supported", param="logprobs"
-            )
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
@@ -113,14 +113,14 @@ class CompletionRequest(_Generation):
         ]
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(_Body):
+class Message(Body):
     """One turn of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -141,6 +141,14 @@ class ChatRequest(_Generation):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+
+    def likeliest(self) -> int | None:
+        """How many tokens are shown in each place beside the chosen; None for no probabilities."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        return self.top_logprobs or 0 if self.logprobs else None
 
     def limit(self) -> int:
         """The longest answer in tokens; 64 when the client does not say."""
@@ -162,7 +170,7 @@ class ChatRequest(_Generation):
         raise InvalidRequest("messages holds no user turn", param="messages")
 
 
-class EmbeddingRequest(_Body):
+class EmbeddingRequest(Body):
     """Body of POST /v1/embeddings."""
 
     model: str
@@ -181,7 +189,7 @@ class EmbeddingRequest(_Body):
         return texts
 
 
-class ScoreBody(_Body):
+class ScoreBody(Body):
     """Body of POST /v1/score (ours): a prompt and a closed set of continuations."""
 
     model: str

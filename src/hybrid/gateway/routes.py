@@ -13,8 +13,9 @@ from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from hybrid.errors import HybridError, InvalidRequest, ModelNotFound
-from hybrid.gateway import openai
+from hybrid.gateway import openai, probabilities
 from hybrid.gateway.agent_routes import AGENT_PREFIX, agent_models, answer_as_model
+from hybrid.gateway.guided import refuse_guides
 from hybrid.gateway.services import Services, services, tenant
 from hybrid.serving.model import join
 from hybrid.wire import Chunk, EmbedRequest, GenerateRequest, Sampling, ScoreRequest
@@ -55,18 +56,16 @@ async def completions(body: openai.CompletionRequest, svc: Svc, who: Tenant) -> 
     """Complete each prompt `n` times."""
     _not_an_agent(body.model, "completions")
     prompts = body.prompts()
-    samplings = body.samplings(body.max_tokens or 16, body.logprobs is not None)
+    samplings = body.samplings(body.max_tokens or 16, body.logprobs)
     requests = [_request(body.model, who, p, s) for p in prompts for s in samplings]
     answer_id = openai.new_id("cmpl")
+    shown = probabilities.CompletionLogprobs(body.logprobs or 0)
 
     def choice(index: int, chunk: Chunk) -> dict[str, Any]:
-        logprobs: dict[str, Any] | None = None
-        if body.logprobs is not None:
-            logprobs = {"token_logprobs": list(chunk.logprobs), "tokens": [], "top_logprobs": None}
         return {
             "index": index,
             "text": chunk.text,
-            "logprobs": logprobs,
+            "logprobs": None if body.logprobs is None else shown.render(index, chunk),
             "finish_reason": openai.finish(chunk),
         }
 
@@ -88,24 +87,16 @@ async def chat(body: openai.ChatRequest, svc: Svc, who: Tenant) -> Response:
     """Answer a conversation: a model continues it, an agent is asked its last user turn."""
     if body.model.startswith(AGENT_PREFIX):
         body.refuse_penalties()
+        refuse_guides(body, "an agent's answer is its behaviour's; ask a model")
         return await answer_as_model(svc, body, who)
-    samplings = body.samplings(body.limit(), bool(body.logprobs))
+    samplings = body.samplings(body.limit(), body.likeliest())
     requests = [_request(body.model, who, body.prompt(), s) for s in samplings]
 
     def whole(index: int, chunk: Chunk) -> dict[str, Any]:
-        logprobs: dict[str, Any] | None = None
-        if body.logprobs:
-            logprobs = {
-                "content": [
-                    {"token": "", "logprob": p, "bytes": None, "top_logprobs": []}
-                    for p in chunk.logprobs
-                ],
-                "refusal": None,
-            }
         return {
             "index": index,
             "message": {"role": "assistant", "content": chunk.text},
-            "logprobs": logprobs,
+            "logprobs": probabilities.chat(chunk) if body.logprobs else None,
             "finish_reason": openai.finish(chunk),
         }
 
@@ -113,6 +104,7 @@ async def chat(body: openai.ChatRequest, svc: Svc, who: Tenant) -> Response:
         return {
             "index": index,
             "delta": {"role": "assistant", "content": chunk.text},
+            "logprobs": probabilities.chat(chunk) if body.logprobs else None,
             "finish_reason": openai.finish(chunk),
         }
 
@@ -214,7 +206,8 @@ async def _answer(
 ) -> Response:
     """Collect or stream the answers of `requests`, rendered by `whole` or `delta`."""
     if not body.stream:
-        chunks = await _gather(svc, requests)
+        with body.telling_field():
+            chunks = await _gather(svc, requests)
         return JSONResponse(
             openai.envelope(
                 kind,
@@ -227,7 +220,8 @@ async def _answer(
         )
     pieces = _merge(svc, requests)
     # The first piece is awaited before the response starts, so that an error keeps its status.
-    first = await anext(pieces)
+    with body.telling_field():
+        first = await anext(pieces)
 
     async def events() -> AsyncIterator[str]:
         last: dict[int, Chunk] = {}

@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hybrid.engine.engine import Engine, Event
 from hybrid.engine.scheduler import Sequence
 from hybrid.errors import HybridError, Unavailable
 from hybrid.serving.backend import AdapterRef, BackendInfo
 from hybrid.wire import (
+    Alternative,
     Chunk,
     EmbedRequest,
     EmbedResult,
@@ -150,6 +151,9 @@ class EngineBackend:
             self._running[request.id] = sequence
             return sequence
 
+        asked = request.sampling
+        if asked.constraint is not None:  # compiled here, or decoding would stop meanwhile
+            await asyncio.to_thread(self._engine.constraints.prepare, asked.constraint)
         try:
             sequence = await self._on_engine(submit)
         except asyncio.CancelledError:  # perhaps after it was submitted
@@ -165,7 +169,7 @@ class EngineBackend:
                 yield Chunk(
                     text=event.text,
                     token_ids=(event.token,) if event.token is not None else (),
-                    logprobs=(event.logprob,) if has_token and request.sampling.logprobs else (),
+                    **(self._probabilities(event) if has_token and asked.logprobs else {}),
                     finish_reason=event.finish_reason,
                     prompt_tokens=len(sequence.prompt),
                     completion_tokens=len(sequence.output),
@@ -284,6 +288,17 @@ class EngineBackend:
         self._closing = True
         self._inbox.put(lambda: None)
         await asyncio.to_thread(self._thread.join, _STOP_S)
+
+    def _probabilities(self, event: Event) -> dict[str, Any]:
+        """The fields of a Chunk that say how likely its token and others were."""
+        assert event.token is not None
+        piece = self._engine.codec.piece
+        others = tuple(Alternative(token, piece(token), p) for token, p in event.top)
+        return {
+            "logprobs": (event.logprob,),
+            "pieces": (piece(event.token),),
+            "top_logprobs": (others,),
+        }
 
     def _provenance(self, adapter: AdapterRef | None) -> Provenance:
         return Provenance(

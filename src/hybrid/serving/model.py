@@ -228,6 +228,8 @@ def join(parts: list[Chunk]) -> Chunk:
         text="".join(p.text for p in parts),
         token_ids=tuple(t for p in parts for t in p.token_ids),
         logprobs=tuple(x for p in parts for x in p.logprobs),
+        pieces=tuple(x for p in parts for x in p.pieces),
+        top_logprobs=tuple(x for p in parts for x in p.top_logprobs),
         finish_reason=end.finish_reason,
         prompt_tokens=end.prompt_tokens,
         completion_tokens=end.completion_tokens,

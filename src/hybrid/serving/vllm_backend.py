@@ -7,6 +7,7 @@ Needs the `gpu` extra and a GPU node. What vLLM's asynchronous engine does not o
 from __future__ import annotations
 
 import asyncio
+import json
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,7 +22,9 @@ from hybrid.errors import (
 )
 from hybrid.serving.backend import AdapterRef, BackendInfo
 from hybrid.wire import (
+    Alternative,
     Chunk,
+    Constraint,
     EmbedRequest,
     EmbedResult,
     GenerateRequest,
@@ -74,7 +77,8 @@ class VLLMBackend:
             top_k=s.top_k or -1,
             seed=s.seed,
             stop=list(s.stop) or None,
-            logprobs=0 if s.logprobs else None,
+            logprobs=s.top_logprobs if s.logprobs else None,
+            structured_outputs=_structured(s.constraint),
         )
         prompt: Any = (
             request.prompt
@@ -96,15 +100,21 @@ class VLLMBackend:
             ):
                 answer = output.outputs[0]
                 ids = tuple(answer.token_ids[tokens:])
-                logprobs = tuple(
-                    step[token].logprob
-                    for step, token in zip((answer.logprobs or [])[tokens:], ids, strict=False)
-                )
+                steps = (answer.logprobs or [])[tokens:]
+                probabilities = [
+                    [_alternative(t, entry) for t, entry in _chosen_first(step, token)]
+                    for step, token in zip(steps, ids, strict=False)
+                ]
                 finished = output.finished
                 yield Chunk(
                     text=answer.text[shown:],
                     token_ids=ids,
-                    logprobs=logprobs,
+                    logprobs=tuple(row[0].logprob for row in probabilities),
+                    pieces=tuple(row[0].piece for row in probabilities),
+                    top_logprobs=tuple(
+                        tuple(sorted(row, key=lambda a: -a.logprob)[: s.top_logprobs])
+                        for row in probabilities
+                    ),
                     finish_reason=("length" if answer.finish_reason == "length" else "stop")
                     if finished
                     else None,
@@ -173,3 +183,27 @@ class VLLMBackend:
     async def close(self) -> None:
         """Stop the engine."""
         self._engine.shutdown()
+
+
+def _structured(constraint: Constraint | None) -> Any:
+    """vLLM's StructuredOutputsParams for a constraint."""
+    if constraint is None:
+        return None
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if constraint.kind == "regex":
+        return StructuredOutputsParams(regex=constraint.text)
+    if constraint.kind == "choice":
+        return StructuredOutputsParams(choice=json.loads(constraint.text))
+    if constraint.kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    return StructuredOutputsParams(json=constraint.text)
+
+
+def _chosen_first(step: dict[int, Any], chosen: int) -> list[tuple[int, Any]]:
+    """A step's entries; vLLM lists the chosen token beside the likeliest."""
+    return sorted(step.items(), key=lambda item: item[0] != chosen)
+
+
+def _alternative(token: int, entry: Any) -> Alternative:
+    return Alternative(token, (entry.decoded_token or "").encode(), entry.logprob)
