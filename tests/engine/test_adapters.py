@@ -79,7 +79,7 @@ def truncate(folder: Path) -> None:
         (edit_config(r=3), "expected"),
         (edit_config(r=0), "rank"),
         (edit_config(use_dora=True), "use_dora"),
-        (edit_config(bias="all"), "bias"),
+        (edit_config(bias="some"), "bias"),
         (edit_config(modules_to_save=["lm_head"]), "modules_to_save"),
         (edit_config(peft_type="IA3"), "peft_type"),
     ],

@@ -150,7 +150,12 @@ class Adapter:
         return self.layout.views(self.row[None])
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All that it holds."""
+        ends = [t for s in (self.embedding, self.head) if s for t in (s.whole, s.a, s.b)]
+        return [self.row, *(t for t in ends if t is not None)]
+
+    @property
     def size_bytes(self) -> int:
         """What it takes in memory."""
-        ends = [t for s in (self.embedding, self.head) if s for t in (s.whole, s.a, s.b)]
-        return self.row.nbytes + sum(t.nbytes for t in ends if t is not None)
+        return sum(t.nbytes for t in self.tensors)
