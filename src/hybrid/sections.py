@@ -225,6 +225,12 @@ class ServingConfig(_Section):
     """Requests that may wait; beyond it the answer is 429."""
     kv_tokens: int = Field(16384, ge=64)
     """Tokens of key/value cache, over all requests."""
+    adapter_cache_mib: int = Field(4096, ge=0)
+    """MiB of loaded adapters in a replica above which unused ones leave, the longest unused first;
+    they are loaded again when asked for. Those in use or pinned stay, whatever they take."""
+    pinned_adapters: tuple[Name, ...] = ()
+    """Adapters by name that a replica loads before it is ready, and a new version of them before
+    it is served; they never leave for the budget."""
     alias: Name = "stable"
     """The release alias that is served."""
     api_keys: tuple[str, ...] = ()

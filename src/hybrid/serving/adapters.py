@@ -46,6 +46,10 @@ class Catalog:
         """The release as answers name it, e.g. `legal-base@stable#3`."""
         return f"{self.name}@{self.alias}#{self.release.version}"
 
+    def model_of(self, adapter: str) -> str:
+        """What a client writes as `model` for an adapter."""
+        return f"{self.name}{SEPARATOR}{adapter}"
+
     def resolve(self, model: str, registry: Registry) -> AdapterRef | None:
         """What a client's `model` is: an adapter to load, or None for the base itself.
 
@@ -57,7 +61,7 @@ class Catalog:
             return None
         manifest = self.adapters.get(adapter) if base == self.name else None
         if manifest is None:
-            known = [self.name, *(f"{self.name}{SEPARATOR}{a}" for a in self.adapters)]
+            known = [self.name, *map(self.model_of, self.adapters)]
             raise ModelNotFound(
                 f"no model {model!r} in {self.label}; there are: {', '.join(known)}", param="model"
             )
@@ -85,5 +89,5 @@ class Catalog:
 
         return [
             card(self.name, self.base),
-            *(card(f"{self.name}{SEPARATOR}{a}", m) for a, m in sorted(self.adapters.items())),
+            *(card(self.model_of(a), m) for a, m in sorted(self.adapters.items())),
         ]

@@ -66,8 +66,11 @@ class Backend(Protocol):
         """One L2-normalised vector a text."""
         ...
 
-    async def load(self, adapter: AdapterRef) -> None:
-        """Make an adapter ready; idempotent, single-flight for one digest.
+    async def load(self, adapter: AdapterRef) -> int:
+        """Make an adapter ready; idempotent. `AdapterCache` calls it once at a time for a digest.
+
+        Returns:
+            Bytes it takes in memory.
 
         Raises:
             AdapterRefused: wrong base, targets, rank, shapes, NaN, or truncated files.

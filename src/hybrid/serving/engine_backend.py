@@ -64,7 +64,6 @@ class EngineBackend:
         self.release = release
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Sequence] = {}
-        self._loads: dict[str, asyncio.Task[None]] = {}
         self._failure: Unavailable | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -212,30 +211,23 @@ class EngineBackend:
             vectors=tuple(vectors), prompt_tokens=total, provenance=self._provenance(adapter)
         )
 
-    async def load(self, adapter: AdapterRef) -> None:
-        """Read, check and add an adapter, once however many ask; one that leaves stops nobody."""
-        task = self._loads.get(adapter.digest)
-        if task is None:
-            if await self._on_engine(lambda: adapter.digest in self._engine.adapters):
-                return
-            task = self._loads.get(adapter.digest)  # another may have begun meanwhile
-        if task is None:
-            task = asyncio.create_task(self._load(adapter))
-            self._loads[adapter.digest] = task
-            task.add_done_callback(lambda _: self._loads.pop(adapter.digest, None))
-        await asyncio.shield(task)
-
-    async def _load(self, adapter: AdapterRef) -> None:
+    async def load(self, adapter: AdapterRef) -> int:
+        """Read, check and add an adapter; returns its bytes."""
+        digest = adapter.digest
+        known = await self._on_engine(lambda: self._engine.adapters.get(digest))
+        if known is not None:
+            return known.size_bytes
         started = time.monotonic()
         read = await asyncio.to_thread(
             self._engine.read_adapter,
             adapter.path,
             name=adapter.name,
-            digest=adapter.digest,
+            digest=digest,
             base_digest=adapter.base_digest,
         )
         await self._on_engine(lambda: self._engine.add_adapter(read))
         log.info("loaded adapter %s in %.3f s", adapter.name, time.monotonic() - started)
+        return read.size_bytes
 
     async def unload(self, digest: str) -> None:
         """Forget an adapter once nothing uses it."""

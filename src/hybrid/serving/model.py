@@ -19,6 +19,7 @@ from hybrid.config import ProjectConfig
 from hybrid.errors import HybridError, InvalidRequest
 from hybrid.pools import GPU
 from hybrid.registry import Registry
+from hybrid.serving.adapter_cache import AdapterCache
 from hybrid.serving.adapters import Catalog
 from hybrid.serving.backend import AdapterRef, Backend
 from hybrid.wire import (
@@ -42,7 +43,13 @@ class _Resident:
 
     backend: Backend
     catalog: Catalog
+    cache: AdapterCache
     requests: int = 0
+
+    async def close(self) -> None:
+        """Stop the backend once adapters on their way are there."""
+        await self.cache.close()
+        await self.backend.close()
 
 
 class ModelServer:
@@ -108,7 +115,7 @@ class ModelServer:
             "base_digest": info.base_digest,
             "adapters": dict(resident.catalog.release.adapters),
             "kind": info.kind,
-            "counters": info.counters,
+            "counters": {**info.counters, **resident.cache.counters},
             "details": info.details,
         }
 
@@ -125,23 +132,25 @@ class ModelServer:
             await asyncio.gather(self._watcher, return_exceptions=True)
         await asyncio.gather(*self._closing, return_exceptions=True)
         if self._current is not None:
-            await self._current.backend.close()
+            await self._current.close()
             self._current = None
 
     # --- the release ------------------------------------------------------------------------
 
     @asynccontextmanager
     async def _serving(self, model: str) -> AsyncIterator[tuple[Backend, AdapterRef | None]]:
-        """The backend for a request, its adapter loaded; kept from closing until it is over."""
+        """The backend for a request, its adapter loaded; both kept until it is over."""
         resident = await self._resident()
         resident.requests += 1
         try:
             adapter = None
             if model != resident.catalog.name:
                 adapter = await asyncio.to_thread(resident.catalog.resolve, model, self._registry)
-            if adapter is not None:
-                await resident.backend.load(adapter)
-            yield resident.backend, adapter
+            if adapter is None:
+                yield resident.backend, None
+                return
+            async with resident.cache.hold(adapter):
+                yield resident.backend, adapter
         finally:
             resident.requests -= 1
 
@@ -158,13 +167,44 @@ class ModelServer:
         return Catalog.read(self._registry, self._config.model.name, self._config.serving.alias)
 
     async def _load(self, catalog: Catalog) -> _Resident:
+        """A base beside what is served now, its pinned adapters loaded."""
+        backend = await self._start(catalog)
+        cache = AdapterCache(backend, self._config.serving.adapter_cache_mib * 2**20)
+        resident = _Resident(backend, catalog, cache)
+        await self._warm(resident, catalog)
+        return resident
+
+    async def _warm(self, resident: _Resident, catalog: Catalog) -> None:
+        """Serve a catalog of the resident base, once what is pinned of it is loaded.
+
+        A pinned adapter that is refused is logged, and is refused again when it is asked for: it
+        holds up neither the others nor the base.
+        """
+        digests = {name: manifest.digest for name, manifest in catalog.adapters.items()}
+        names = self._config.serving.pinned_adapters
+        pinned = [digests[name] for name in names if name in digests]
+        before = [manifest.digest for manifest in resident.catalog.adapters.values()]
+        resident.cache.serve([*before, *digests.values()], pinned)
+        for name in names:
+            try:
+                model = catalog.model_of(name)
+                adapter = await asyncio.to_thread(catalog.resolve, model, self._registry)
+                assert adapter is not None
+                async with resident.cache.hold(adapter):
+                    pass
+            except HybridError as e:
+                log.error("pinned adapter %s is not loaded: %s", name, e.message)
+        resident.catalog, resident.backend.release = catalog, catalog.label
+        resident.cache.serve(digests.values(), pinned)
+
+    async def _start(self, catalog: Catalog) -> Backend:
         serving = self._config.serving
         path = (await asyncio.to_thread(self._registry.by_digest, catalog.base.digest)).path
         if serving.backend == "vllm":
             from hybrid.serving.vllm_backend import VLLMBackend
 
             made: Backend = VLLMBackend(path, catalog.base.digest, release=catalog.label)
-            return _Resident(made, catalog)
+            return made
 
         def start() -> Any:
             import torch
@@ -184,7 +224,7 @@ class ModelServer:
         from hybrid.serving.engine_backend import EngineBackend
 
         engine = await asyncio.to_thread(start)
-        return _Resident(EngineBackend(engine, release=catalog.label), catalog)
+        return EngineBackend(engine, release=catalog.label)
 
     async def _watch(self) -> None:
         """Follow the alias. What cannot be read or loaded leaves the old release serving."""
@@ -206,7 +246,7 @@ class ModelServer:
         catalog = await asyncio.to_thread(self._read)
         log.info("release %s: %d adapters", catalog.label, len(catalog.adapters))
         if catalog.base.digest == old.catalog.base.digest:
-            old.catalog, old.backend.release = catalog, catalog.label
+            await self._warm(old, catalog)
             return
         self._current = await self._load(catalog)
         task = asyncio.create_task(_close_when_idle(old))
@@ -218,7 +258,7 @@ async def _close_when_idle(resident: _Resident) -> None:
     while resident.requests:  # noqa: ASYNC110 - counted in many places, waited for in one
         await asyncio.sleep(0.05)
     with suppress(HybridError):
-        await resident.backend.close()
+        await resident.close()
 
 
 def join(parts: list[Chunk]) -> Chunk:

@@ -138,8 +138,8 @@ class VLLMBackend:
         """Not offered."""
         raise Unsupported("embeddings are not supported by the vllm backend; use `engine`")
 
-    async def load(self, adapter: AdapterRef) -> None:
-        """Add an adapter; vLLM checks its shapes."""
+    async def load(self, adapter: AdapterRef) -> int:
+        """Add an adapter; vLLM checks its shapes. Its bytes are taken to be those of its files."""
         from vllm.lora.request import LoRARequest
 
         if adapter.base_digest != self._base_digest:
@@ -148,9 +148,10 @@ class VLLMBackend:
                 f" {self._base_digest}",
                 param="model",
             )
+        size = sum(f.stat().st_size for f in adapter.path.iterdir())
         async with self._loading:
             if adapter.digest in self._loaded:
-                return
+                return size
             number = zlib.crc32(adapter.digest.encode()) or 1
             lora = LoRARequest(adapter.digest, number, str(adapter.path))
             try:
@@ -158,6 +159,7 @@ class VLLMBackend:
             except (ValueError, RuntimeError) as e:
                 raise AdapterRefused(f"adapter {adapter.name}: {e}", param="model") from e
             self._loaded[adapter.digest] = lora
+        return size
 
     async def unload(self, digest: str) -> None:
         """Remove an adapter."""
