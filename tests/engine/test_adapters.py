@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,13 +19,15 @@ from hybrid.testing_models import tiny_adapter, tiny_base
 BASE = "b" * 64
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+HEAD = "base_model.model.lm_head.weight"
+TARGETS = ("q_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Path]:
     root = tmp_path_factory.mktemp("adapters")
     tiny_base(root / "base")
-    tiny_adapter(root / "base", root / "good", targets=("q_proj", "down_proj"))
+    tiny_adapter(root / "base", root / "good", targets=TARGETS)
     return Engine(root / "base", BASE, device="cpu"), root / "good"
 
 
@@ -80,8 +83,30 @@ def truncate(folder: Path) -> None:
         (edit_config(r=0), "rank"),
         (edit_config(use_dora=True), "use_dora"),
         (edit_config(bias="some"), "bias"),
-        (edit_config(modules_to_save=["lm_head"]), "modules_to_save"),
+        (edit_config(modules_to_save=["lm_head"]), "modules_to_save names lm_head"),
+        (edit_config(modules_to_save=["norm"]), "modules_to_save='norm' is not supported"),
         (edit_config(peft_type="IA3"), "peft_type"),
+        (edit_config(lora_bias=True), "lora_bias"),
+        (edit_config(target_parameters=["x"]), "target_parameters"),
+        (edit_config(trainable_token_indices=[1]), "trainable_token_indices"),
+        (edit_config(init_lora_weights="pissa_niter_4"), "init_lora_weights='pissa_niter_4'"),
+        (edit_config(of_peft_to_come={"x": 1}), "of_peft_to_come"),
+        (edit_config(r=True), "rank"),
+        (edit_config(r=10**6), "rank"),
+        (edit_config(lora_alpha=float("nan")), "finite"),
+        (edit_config(lora_alpha="8"), "finite"),
+        (edit_config(rank_pattern={"(": 2}), "regular expression"),
+        (edit_config(use_rslora="no"), "true or false"),
+        (edit_config(target_modules=["q_proj"]), "target_modules does not name it"),
+        (edit_config(target_modules=[*TARGETS, "k_proj"]), "its weights are missing"),
+        (edit_config(layers_to_transform=[0]), "target_modules does not name it"),
+        (lambda f: (f / CONFIG).write_text("[]"), "holds no object"),
+        (lambda f: (f / CONFIG).write_text('{"r": 1, "r": 2}'), "twice"),
+        (lambda f: (f / WEIGHTS).write_bytes(b""), "cannot be read"),
+        (edit_weights(lambda s: s.update({k: v.int() for k, v in s.items()})), "torch.int32"),
+        (edit_weights(lambda s: s.update({HEAD: torch.zeros(310, 64)})), "vocabulary mismatch"),
+        (edit_weights(lambda s: s.update({HEAD: torch.zeros(300, 64)})), "lm_head is not the base"),
+        (edit_weights(lambda s: s.clear()), "no LoRA weights"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -94,6 +119,28 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(AdapterRefused, match=says) as e:
         engine.read_adapter(bad, name="bad", digest="d" * 64, base_digest=BASE)
     assert e.value.status == 422
+
+
+def test_trained_biases_are_refused_where_the_base_has_some(tmp_path: Path) -> None:
+    tiny_base(tmp_path / "base", attention_bias=True)
+    tiny_adapter(tmp_path / "base", tmp_path / "a", targets=TARGETS, bias="all")
+    engine = Engine(tmp_path / "base", BASE, device="cpu")
+    with pytest.raises(AdapterRefused, match="bias"):
+        engine.read_adapter(tmp_path / "a", name="a", digest="a", base_digest=BASE)
+
+
+def test_a_copy_of_another_base_is_refused(good: tuple[Engine, Path], tmp_path: Path) -> None:
+    engine, source = good
+    base = source.parent / "base"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT warns of the head that it saves
+        tiny_adapter(base, tmp_path / "a", targets=("lm_head",))
+    key = "base_model.model.lm_head.base_layer.weight"
+    edit_weights(lambda s: s.update({key: s[key].bfloat16()}))(tmp_path / "a")
+    engine.read_adapter(tmp_path / "a", name="a", digest="a", base_digest=BASE)
+    edit_weights(lambda s: s.update({key: s[key] * 2}))(tmp_path / "a")
+    with pytest.raises(AdapterRefused, match="not what the served base has there"):
+        engine.read_adapter(tmp_path / "a", name="a", digest="a", base_digest=BASE)
 
 
 def test_another_base_is_refused_with_both_digests(good: tuple[Engine, Path]) -> None:
