@@ -59,7 +59,9 @@ class _Fused:
         self._places = torch.tensor(
             [[s.start for s in spans], [s.row.index for s in spans], [s.offset for s in spans]]
         )
-        self._scratch = torch.empty(torch.get_num_threads() * cache.group * capacity)
+        self._scratch = torch.empty(
+            torch.get_num_threads() * cache.group * (capacity + cache.head_dim)
+        )
 
     def __call__(self, layer: int, heads: Tensor, out: Tensor, window: int | None) -> None:
         """Write out [T, q_heads, hd] of these requests' rows."""

@@ -58,6 +58,7 @@ class KVCache:
         self._shape = shape
         self.kv_heads = shape.kv_heads
         self.group = shape.heads // shape.kv_heads
+        self.head_dim = shape.head_dim
         self.device, self.dtype = device, dtype
         self.sizes: list[int] = []
         size = min(_SMALLEST, context)

@@ -8,9 +8,12 @@ callback, because only attention knows which tokens belong together.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: weights and cache are read whole
 
 import torch
 import torch.nn.functional as F
