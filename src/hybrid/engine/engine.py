@@ -84,12 +84,14 @@ class Engine:
         adapter: str | None = None,
         tenant: str = "default",
         deadline: float | None = None,
+        priority: int = 0,
         tag: Any = None,
     ) -> Sequence:
         """Queue a request.
 
         Args:
             adapter: digest of a loaded adapter; None is the base.
+            deadline: UNIX seconds. priority: a higher one begins earlier.
             tag: kept on the sequence for the caller.
 
         Raises:
@@ -114,6 +116,7 @@ class Engine:
             deadline=deadline,
             stream=Stream(self.codec, sampling.stop),
             draws=sampler.generator(sampling),
+            priority=priority,
             tag=tag,
         )
         self.scheduler.add(sequence)

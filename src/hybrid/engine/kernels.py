@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 _FLAGS = (
     "-O3", "-march=native", "-std=c11", "-fPIC", "-fopenmp", "-ffp-contract=fast",
-    "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-mprefer-vector-width=512",
+    "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
+    "-mprefer-vector-width=512",
 )  # fmt: skip
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {

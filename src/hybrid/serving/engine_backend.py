@@ -29,6 +29,7 @@ from hybrid.wire import (
     Provenance,
     ScoreRequest,
     ScoreResult,
+    join,
 )
 
 log = logging.getLogger(__name__)
@@ -37,18 +38,38 @@ _STOP_S = 10.0
 
 
 class _Listener:
-    """Where one request's events go: a queue of the loop that asked."""
+    """Where one request's events go: to the loop that asked, those of a step together.
 
-    def __init__(self) -> None:
+    Args:
+        whole: nobody looks at pieces; they are kept back until the end.
+    """
+
+    def __init__(self, *, whole: bool) -> None:
         self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[Event | HybridError] = asyncio.Queue()
+        self._whole = whole
+        self._kept: list[Event | HybridError] = []
+        self._come: list[Event | HybridError] = []
+        self._there = asyncio.Event()
 
-    def put(self, item: Event | HybridError) -> None:
-        """Called on the engine's thread."""
-        try:
-            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody listens any more
-            log.debug("an event had no listener")
+    def keep(self, item: Event | HybridError) -> list[Event | HybridError]:
+        """On the engine's thread: what is to be handed over now."""
+        self._kept.append(item)
+        if self._whole and isinstance(item, Event) and not item.finish_reason:
+            return []
+        kept, self._kept = self._kept, []
+        return kept
+
+    def hand_over(self, items: list[Event | HybridError]) -> None:
+        """On the loop."""
+        self._come += items
+        self._there.set()
+
+    async def next(self) -> list[Event | HybridError]:
+        """All that has come since the last time; waits for something."""
+        await self._there.wait()
+        self._there.clear()
+        come, self._come = self._come, []
+        return come
 
 
 class EngineBackend:
@@ -83,24 +104,39 @@ class EngineBackend:
                 except queue.Empty:
                     pass
                 if not engine.idle:
-                    for event in engine.step():
-                        self._deliver(event)
+                    self._deliver(engine.step())
             self._end_all(Unavailable("the model is shutting down", retry_after=1))
         except BaseException as e:
             log.exception("the engine's thread ended")
             self._end_all(Unavailable(f"the engine failed ({type(e).__name__}: {e})"))
 
-    def _deliver(self, event: Event) -> None:
-        sequence = event.sequence
-        listener: _Listener = sequence.tag
-        if event.finish_reason or event.error:
-            self._running.pop(sequence.id, None)
-        listener.put(event.error or event)
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            if event.finish_reason or event.error:
+                self._running.pop(event.sequence.id, None)
+        self._tell([(event.sequence.tag, event.error or event) for event in events])
+
+    @staticmethod
+    def _tell(items: list[tuple[_Listener, Event | HybridError]]) -> None:
+        """Wake each loop once, whatever there is for it."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[Any]] = {}
+        for listener, item in items:
+            if now := listener.keep(item):
+                by_loop.setdefault(listener.loop, []).append((listener, now))
+
+        def hand_over(pairs: list[tuple[_Listener, list[Event | HybridError]]]) -> None:
+            for listener, now in pairs:
+                listener.hand_over(now)
+
+        for loop, pairs in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(hand_over, pairs)
+            except RuntimeError:  # the loop is closed: nobody listens any more
+                log.debug("events had no listener")
 
     def _end_all(self, why: Unavailable) -> None:
         self._failure = why
-        for sequence in self._running.values():
-            sequence.tag.put(why)
+        self._tell([(sequence.tag, why) for sequence in self._running.values()])
         self._running.clear()
         while not self._inbox.empty():  # each finds `_failure` set and passes it on
             self._inbox.get()()
@@ -134,7 +170,7 @@ class EngineBackend:
         self, request: GenerateRequest, adapter: AdapterRef | None
     ) -> AsyncIterator[Chunk]:
         """Stream an answer; closing the iterator cancels it."""
-        listener = _Listener()
+        listener = _Listener(whole=not request.stream)
         digest = adapter.digest if adapter else None
         prompt = request.prompt if request.prompt is not None else request.prompt_ids or ()
 
@@ -146,6 +182,7 @@ class EngineBackend:
                 adapter=digest,
                 tenant=request.tenant,
                 deadline=request.deadline,
+                priority=request.priority,
                 tag=listener,
             )
             self._running[request.id] = sequence
@@ -162,20 +199,13 @@ class EngineBackend:
         provenance = self._provenance(adapter)
         try:
             while True:
-                event = await listener.queue.get()
-                if isinstance(event, HybridError):
-                    raise event
-                has_token = event.token is not None
-                yield Chunk(
-                    text=event.text,
-                    token_ids=(event.token,) if event.token is not None else (),
-                    **(self._probabilities(event) if has_token and asked.logprobs else {}),
-                    finish_reason=event.finish_reason,
-                    prompt_tokens=len(sequence.prompt),
-                    completion_tokens=len(sequence.output),
-                    provenance=provenance,
-                )
-                if event.finish_reason:
+                chunks = []
+                for event in await listener.next():
+                    if isinstance(event, HybridError):
+                        raise event
+                    chunks.append(self._chunk(event, asked.logprobs, provenance))
+                yield join(chunks)
+                if chunks[-1].finish_reason:
                     return
         finally:
             if not sequence.ended:
@@ -253,7 +283,7 @@ class EngineBackend:
         if sequence is None:
             return False
         self._engine.cancel(sequence)
-        sequence.tag.put(Event(sequence, finish_reason="cancelled"))
+        self._tell([(sequence.tag, Event(sequence, finish_reason="cancelled"))])
         return True
 
     async def info(self) -> BackendInfo:
@@ -288,6 +318,18 @@ class EngineBackend:
         self._closing = True
         self._inbox.put(lambda: None)
         await asyncio.to_thread(self._thread.join, _STOP_S)
+
+    def _chunk(self, event: Event, logprobs: bool, provenance: Provenance) -> Chunk:
+        token = event.token
+        return Chunk(
+            text=event.text,
+            token_ids=() if token is None else (token,),
+            **(self._probabilities(event) if token is not None and logprobs else {}),
+            finish_reason=event.finish_reason,
+            prompt_tokens=len(event.sequence.prompt),
+            completion_tokens=len(event.sequence.output),
+            provenance=provenance,
+        )
 
     def _probabilities(self, event: Event) -> dict[str, Any]:
         """The fields of a Chunk that say how likely its token and others were."""
