@@ -85,7 +85,7 @@ class Endpoint(Server):
             "run": {"name": "bench", "dir": str(folder / "run")},
             "registry": {"root": str(folder / "registry"), "cache": str(folder / "cache")},
             "model": {"name": "base"},
-            "serving": {"port": 0},
+            "serving": {"port": 0, "threads": 2},
             "agents": {"swarm": {"hosts": 1}},
         }
         self._file.write_text(json.dumps(settings))
