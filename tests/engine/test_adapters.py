@@ -82,6 +82,9 @@ def truncate(folder: Path) -> None:
         (edit_config(bias="all"), "bias"),
         (edit_config(modules_to_save=["lm_head"]), "modules_to_save"),
         (edit_config(peft_type="IA3"), "peft_type"),
+        (edit_config(alora_invocation_tokens=[1]), "alora_invocation_tokens"),
+        (edit_config(of_a_later_peft=True), "of_a_later_peft"),
+        (edit_config(init_lora_weights="pissa"), "changes the base"),
     ],
 )
 def test_what_does_not_fit_is_refused(

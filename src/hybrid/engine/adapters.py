@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hybrid.engine.lora import Adapter, Layout
 from hybrid.engine.model import Decoder
+from hybrid.engine.variants import refuse_variants
 from hybrid.errors import AdapterRefused
 
 _KEY = re.compile(
@@ -93,6 +94,7 @@ def load_adapter(
 
 
 def _check_features(config: dict[str, Any], refuse: Any) -> None:
+    refuse_variants(config, refuse, but=("bias", "modules_to_save", "trainable_token_indices"))
     if str(config.get("peft_type", "")).upper() != "LORA":
         raise refuse(f"peft_type is {config.get('peft_type')!r}, only LORA is served")
     if not isinstance(config.get("r"), int) or config["r"] < 1:

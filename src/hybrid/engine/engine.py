@@ -15,10 +15,11 @@ from hybrid.engine import sampler, scoring
 from hybrid.engine.adapters import load_adapter
 from hybrid.engine.attention import Attention, Span
 from hybrid.engine.constraint import Constraints
+from hybrid.engine.fallback import FallbackDecoder, load_decoder
+from hybrid.engine.fallback_lora import load_module_adapter
 from hybrid.engine.kv_cache import KVCache
 from hybrid.engine.lora import Adapter
 from hybrid.engine.lora_plan import LoraPlan, Stacks
-from hybrid.engine.model import Decoder
 from hybrid.engine.scheduler import Item, Scheduler, Sequence
 from hybrid.engine.text import Codec, Stream
 from hybrid.errors import ContextTooLong, DeadlineExceeded, HybridError, InvalidRequest
@@ -64,7 +65,7 @@ class Engine:
         dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
         self.base_digest = base_digest
         self.codec = Codec(folder)
-        self.decoder = Decoder(folder, where, dtype)
+        self.decoder = load_decoder(folder, where, dtype)
         self.context = self.decoder.shape.context
         self.cache = KVCache(self.decoder.shape, kv_tokens, self.context, where, dtype)
         self.scheduler = Scheduler(self.cache, max_rows=max_rows, max_queue=max_queue)
@@ -139,6 +140,7 @@ class Engine:
             )
         return ids
 
+    @torch.inference_mode()  # another request's keys and values may move into its row
     def cancel(self, sequence: Sequence) -> None:
         """Take a request out; its slot is free for the next step. Ended ones are left alone."""
         if not sequence.ended:
@@ -169,6 +171,10 @@ class Engine:
 
     def _run(self, items: list[Item]) -> tuple[list[Sequence], torch.Tensor]:
         """The sequences for which a token is to be chosen, and their logits [N, vocab]."""
+        self.counters["steps"] += 1
+        self.counters["run_tokens"] += sum(item.count for item in items)
+        if isinstance(self.decoder, FallbackDecoder):
+            return self.decoder.run(items)
         counts: Counter[Adapter] = Counter()
         for item in items:
             if item.sequence.adapter is not None:
@@ -191,8 +197,6 @@ class Engine:
             if item.last:
                 last.append(len(ids) - 1)
         device, decoder = self.decoder.device, self.decoder
-        self.counters["steps"] += 1
-        self.counters["run_tokens"] += len(ids)
         plan = LoraPlan.of(self._stacks, [(a, counts[a]) for a in order if a is not None])
         hidden = decoder.forward(
             torch.tensor(ids, device=device),
@@ -236,6 +240,8 @@ class Engine:
         if s.adapter is not None:
             s.adapter.in_use -= 1
         self.scheduler.remove(s)
+        if isinstance(self.decoder, FallbackDecoder):
+            self.decoder.release(s)
 
     def _expire(self) -> list[Event]:
         late = self.scheduler.expired(time.time())
@@ -292,14 +298,10 @@ class Engine:
 
     def read_adapter(self, folder: Path, *, name: str, digest: str, base_digest: str) -> Adapter:
         """Read and check an adapter; safe beside a running step. Raises AdapterRefused."""
-        return load_adapter(
-            folder,
-            self.decoder,
-            name=name,
-            digest=digest,
-            base_digest=base_digest,
-            served_base=self.base_digest,
-        )
+        what = {"name": name, "digest": digest, "base_digest": base_digest}
+        if isinstance(self.decoder, FallbackDecoder):
+            return load_module_adapter(folder, self.decoder, served_base=self.base_digest, **what)
+        return load_adapter(folder, self.decoder, served_base=self.base_digest, **what)
 
     def add_adapter(self, adapter: Adapter) -> None:
         """Make a read adapter servable."""
