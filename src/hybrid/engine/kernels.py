@@ -63,6 +63,14 @@ def silu_mul(y: Tensor) -> Tensor:
     return z
 
 
+def alone() -> None:
+    """Let torch use no other threads for what the calling thread does."""
+    path = _openmp()
+    if path is not None:
+        torch.get_num_threads()  # sets this thread's number, the first time that it is asked
+        ctypes.CDLL(str(path)).omp_set_num_threads(1)
+
+
 @lru_cache(maxsize=1)
 def kernels() -> ctypes.CDLL | None:
     """The compiled kernels, see kernels.c; None where they cannot be had, which is logged."""

@@ -16,7 +16,11 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
+
 from hybrid.engine.engine import Engine, Event
+from hybrid.engine.kernels import alone
+from hybrid.engine.lora import Adapter
 from hybrid.engine.scheduler import Sequence
 from hybrid.errors import HybridError, Unavailable
 from hybrid.serving.backend import AdapterRef, BackendInfo
@@ -76,25 +80,41 @@ class EngineBackend:
     """See `hybrid.serving.backend.Backend`.
 
     Args:
-        engine: the engine; from now on only this backend's thread touches it.
+        engine: the engine, or what makes it; from now on only this backend's thread touches it.
         release: shown in provenance, e.g. `legal-base@stable`.
     """
 
-    def __init__(self, engine: Engine, *, release: str) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine | Callable[[], Engine], *, release: str) -> None:
+        self._engine: Engine
         self.release = release
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Sequence] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._failure: Unavailable | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._made: Future[None] = Future()
+        if isinstance(engine, Engine):
+            self._engine = engine
+        make = (lambda: engine) if isinstance(engine, Engine) else engine
+        self._thread = threading.Thread(target=self._work, args=(make,), name="engine", daemon=True)
         self._thread.start()
+
+    async def made(self) -> None:
+        """Wait for the engine. Raises what making it raised."""
+        await asyncio.wrap_future(self._made)
 
     # --- the engine's thread --------------------------------------------------------------
 
-    def _work(self) -> None:
-        engine = self._engine
+    def _work(self, make: Callable[[], Engine]) -> None:
+        try:
+            # Here and nowhere else: OpenMP keeps threads for every thread that ever worked in
+            # parallel, and lets them sleep between two products once there are more than cores.
+            self._engine = engine = make()
+        except BaseException as e:  # noqa: BLE001 - whoever waits for the engine gets it
+            self._made.set_exception(e)
+            return
+        self._made.set_result(None)
+        torch.set_num_threads(torch.get_num_threads())  # OpenMP's number is each thread's own
         try:
             while not self._closing:
                 try:
@@ -257,15 +277,18 @@ class EngineBackend:
 
     async def _load(self, adapter: AdapterRef) -> None:
         started = time.monotonic()
-        read = await asyncio.to_thread(
-            self._engine.read_adapter,
+        read = await asyncio.to_thread(self._read, adapter)
+        await self._on_engine(lambda: self._engine.add_adapter(read))
+        log.info("loaded adapter %s in %.3f s", adapter.name, time.monotonic() - started)
+
+    def _read(self, adapter: AdapterRef) -> Adapter:
+        alone()
+        return self._engine.read_adapter(
             adapter.path,
             name=adapter.name,
             digest=adapter.digest,
             base_digest=adapter.base_digest,
         )
-        await self._on_engine(lambda: self._engine.add_adapter(read))
-        log.info("loaded adapter %s in %.3f s", adapter.name, time.monotonic() - started)
 
     async def unload(self, digest: str) -> None:
         """Forget an adapter once nothing uses it."""

@@ -185,8 +185,9 @@ class ModelServer:
 
         from hybrid.serving.engine_backend import EngineBackend
 
-        engine = await asyncio.to_thread(start)
-        return _Resident(EngineBackend(engine, release=catalog.label), catalog)
+        backend = EngineBackend(start, release=catalog.label)
+        await backend.made()
+        return _Resident(backend, catalog)
 
     async def _watch(self) -> None:
         """Follow the alias. What cannot be read or loaded leaves the old release serving."""
