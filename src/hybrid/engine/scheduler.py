@@ -31,6 +31,8 @@ _AHEAD = 64
 """A row is first taken for the prompt and so many tokens of the answer."""
 
 Client = tuple[str, str]
+Queue = tuple[Client, int]
+"""A client's requests of one priority wait in a queue of their own."""
 
 
 @dataclass(eq=False)
@@ -65,6 +67,11 @@ class Sequence:
     def client(self) -> Client:
         """Whose counter it is charged to."""
         return self.tenant, self.adapter.digest if self.adapter else ""
+
+    @property
+    def queue(self) -> Queue:
+        """Where it waits."""
+        return self.client, self.priority
 
     @property
     def known(self) -> int:
@@ -105,7 +112,7 @@ class Scheduler:
         self.max_rows = max_rows
         self._max_queue = max_queue
         self._step_tokens = step_tokens
-        self._waiting: dict[Client, deque[Sequence]] = {}
+        self._waiting: dict[Queue, deque[Sequence]] = {}
         self._counters: dict[Client, float] = {}
         self._ending: deque[float] = deque(maxlen=32)
         self.running: list[Sequence] = []
@@ -126,14 +133,14 @@ class Scheduler:
                 retry_after=self._retry_after(),
             )
         client = sequence.client
-        active = {*self._waiting, *(s.client for s in self.running)}
+        active = {*(c for c, _ in self._waiting), *(s.client for s in self.running)}
         if client not in active:
             floor = min((self._counters.get(c, 0.0) for c in active), default=0.0)
             self._counters[client] = max(self._counters.get(client, 0.0), floor)
             if len(self._counters) > 4096:  # clients that have gone; the others keep theirs
                 self._counters = {c: v for c, v in self._counters.items() if c in {*active, client}}
         sequence.arrived_step = self.steps
-        self._waiting.setdefault(client, deque()).append(sequence)
+        self._waiting.setdefault(sequence.queue, deque()).append(sequence)
         self.waiting += 1
 
     def plan(self) -> list[Item]:
@@ -164,11 +171,11 @@ class Scheduler:
             self._leave(sequence)
             self._ending.append(time.monotonic())
             return
-        queue = self._waiting[sequence.client]
+        queue = self._waiting[sequence.queue]
         queue.remove(sequence)
         self.waiting -= 1
         if not queue:
-            del self._waiting[sequence.client]
+            del self._waiting[sequence.queue]
 
     def expired(self, now: float) -> list[Sequence]:
         """Requests whose deadline (UNIX seconds) has passed."""
@@ -191,25 +198,25 @@ class Scheduler:
         sequence.computed = 0
         sequence.preempted += 1
         self.preemptions += 1
-        self._waiting.setdefault(sequence.client, deque()).appendleft(sequence)
+        self._waiting.setdefault(sequence.queue, deque()).appendleft(sequence)
         self.waiting += 1
 
     def _admit(self) -> None:
         while self._waiting and len(self.running) < self.max_rows:
-            client = min(
+            first = min(
                 self._waiting,
-                key=lambda c: (-self._urgency(self._waiting[c][0]), self._counters.get(c, 0.0)),
+                key=lambda q: (-self._urgency(self._waiting[q][0]), self._counters.get(q[0], 0.0)),
             )
-            sequence = self._waiting[client][0]
+            sequence, client = self._waiting[first][0], first[0]
             ahead = max(1, min(_AHEAD, sequence.sampling.max_tokens - len(sequence.output)))
             row = self._cache.take(sequence.known + ahead)
             if row is None:
                 return  # whoever is first waits for room; nobody overtakes by being small
-            queue = self._waiting[client]
+            queue = self._waiting[first]
             queue.popleft()
             self.waiting -= 1
             if not queue:
-                del self._waiting[client]
+                del self._waiting[first]
             sequence.row = row
             if sequence.started is None:
                 sequence.started = time.monotonic()
