@@ -103,7 +103,10 @@ class Ours:
     """The engine in this process."""
 
     def __init__(self, root: Path) -> None:
-        self.engine = Engine(root / "base", "b", max_rows=REQUESTS, max_queue=4096, device="cpu")
+        # No prefix cache: every round asks the same prompts.
+        self.engine = Engine(
+            root / "base", "b", max_rows=REQUESTS, max_queue=4096, prefix_tokens=0, device="cpu"
+        )
         for name in NAMES:
             read = self.engine.read_adapter(root / name, name=name, digest=name, base_digest="b")
             self.engine.add_adapter(read)

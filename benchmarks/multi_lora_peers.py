@@ -85,7 +85,7 @@ class Endpoint(Server):
             "run": {"name": "bench", "dir": str(folder / "run")},
             "registry": {"root": str(folder / "registry"), "cache": str(folder / "cache")},
             "model": {"name": "base"},
-            "serving": {"port": 0, "threads": 2},
+            "serving": {"port": 0, "threads": 2, "prefix_tokens": 0},
             "agents": {"swarm": {"hosts": 1}},
         }
         self._file.write_text(json.dumps(settings))
@@ -129,7 +129,8 @@ class Vllm(Server):
             self._python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1",
             "--port", str(port), "--model", str(self._root / "base"), "--served-model-name", "base",
             "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "32",
-            "--enable-lora", "--max-loras", str(len(self._adapters)), "--max-lora-rank", "8",
+            "--no-enable-prefix-caching", "--enable-lora", "--max-lora-rank", "8",
+            "--max-loras", str(len(self._adapters)),
             "--lora-modules", *(f"{name}={self._root / name}" for name in self._adapters),
         ]  # fmt: skip
         settings = {

@@ -225,6 +225,8 @@ class ServingConfig(_Section):
     """Requests that may wait; beyond it the answer is 429."""
     kv_tokens: int = Field(16384, ge=64)
     """Tokens of key/value cache, over all requests."""
+    prefix_tokens: int = Field(16384, ge=0)
+    """Tokens of prompts kept for requests of the same tenant and adapter that begin alike."""
     alias: Name = "stable"
     """The release alias that is served."""
     api_keys: tuple[str, ...] = ()

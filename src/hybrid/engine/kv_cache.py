@@ -112,6 +112,12 @@ class KVCache:
         held = self._held[capacity]
         return held.keys[layer], held.values[layer]
 
+    def row(self, row: Row) -> tuple[Tensor, Tensor]:
+        """A request's keys [layers, kv_heads, head_dim, capacity] and values [layers, kv_heads,
+        capacity, head_dim]."""
+        held = self._held[row.capacity]
+        return held.keys[:, row.index], held.values[:, row.index]
+
     def _put(self, row: Row) -> None:
         rows = self._rows[row.capacity]
         row.index = len(rows)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,11 +104,19 @@ class Scheduler:
         max_rows: requests that run together.
         max_queue: requests that may wait.
         step_tokens: tokens of one step, at most; long prompts are run in pieces beside decoding.
+        begin: called with a request that has just got a row; it may fill the beginning of it.
     """
 
     def __init__(
-        self, cache: KVCache, *, max_rows: int, max_queue: int, step_tokens: int = 512
+        self,
+        cache: KVCache,
+        *,
+        max_rows: int,
+        max_queue: int,
+        step_tokens: int = 512,
+        begin: Callable[[Sequence], None] = lambda _: None,
     ) -> None:
+        self._begin = begin
         self._cache = cache
         self.max_rows = max_rows
         self._max_queue = max_queue
@@ -222,6 +231,7 @@ class Scheduler:
                 sequence.started = time.monotonic()
                 self._counters[client] = self._counters.get(client, 0.0) + len(sequence.prompt)
             self.running.append(sequence)
+            self._begin(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         assert sequence.row is not None

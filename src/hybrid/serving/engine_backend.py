@@ -319,6 +319,10 @@ class EngineBackend:
                 "waiting": engine.scheduler.waiting,
                 "kv_blocks_used": engine.cache.used,
                 "kv_blocks": engine.cache.blocks,
+                "prefix_blocks": len(engine.prefixes),
+                "prefix_hit_tokens": engine.prefixes.hits,
+                "prefix_missed_tokens": engine.prefixes.misses,
+                "preemptions": engine.scheduler.preemptions,
                 "adapters_loaded": len(engine.adapters),
             }
             return BackendInfo(
@@ -326,7 +330,7 @@ class EngineBackend:
                 base_digest=engine.base_digest,
                 context=engine.context,
                 counters={**engine.counters, **now},
-                details={"adapters": sorted(engine.adapters)},
+                details={"adapters": sorted(engine.adapters), "served": engine.metrics.as_dict()},
             )
 
         return await self._on_engine(look)

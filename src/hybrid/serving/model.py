@@ -181,6 +181,7 @@ class ModelServer:
                 max_rows=serving.max_rows,
                 max_queue=serving.max_queue,
                 kv_tokens=serving.kv_tokens,
+                prefix_tokens=serving.prefix_tokens,
             )
 
         from hybrid.serving.engine_backend import EngineBackend
