@@ -122,13 +122,15 @@ static void products(int64_t rows, const float *s, int64_t s_stride, const float
    and values; request i is its row `rows[i]`, and row `places[i]` of the cache, where its key and
    value go to `offsets[i]`: keys[rows, kv_heads, dim, capacity], values[rows, kv_heads, capacity,
    dim]. Each query sees the last `window` tokens (0: all). out[T, q_heads * dim]. scratch: for each
-   thread q_heads / kv_heads * (capacity + dim) floats. */
+   of `threads` q_heads / kv_heads * (capacity + dim) floats. */
 void decode_attention(const float *heads, const int64_t *rows, const int64_t *places,
                       const int64_t *offsets, int64_t n, float *keys, float *values,
                       int64_t capacity, int64_t q_heads, int64_t kv_heads, int64_t dim,
-                      int64_t window, float scale, float *scratch, float *out) {
+                      int64_t window, float scale, int64_t threads, float *scratch,
+                      float *out) {
     const int64_t group = q_heads / kv_heads, width = (q_heads + 2 * kv_heads) * dim;
-#pragma omp parallel for schedule(dynamic, 1)
+    const int64_t chunk = n < 2 * threads ? 1 : kv_heads; /* a request's heads, if there are many */
+#pragma omp parallel for collapse(2) schedule(dynamic, chunk) num_threads(threads)
     for (int64_t i = 0; i < n; i++)
         for (int64_t h = 0; h < kv_heads; h++) {
             const float *row = heads + rows[i] * width;

@@ -33,7 +33,7 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rms_norm": (_P, _P, _P, _I, _I, _F),
     "silu_mul": (_P, _P, _I, _I),
-    "decode_attention": (_P, _P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P),
+    "decode_attention": (_P, _P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _I, _P, _P),
     "lora": (_P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _P, _P, _P),
 }
 
@@ -84,7 +84,7 @@ def kernels() -> ctypes.CDLL | None:
     source = files("hybrid.engine").joinpath("kernels.c").read_bytes()
     try:
         library = ctypes.CDLL(str(_built(compiler, threads, source)))
-    except (OSError, subprocess.SubprocessError) as e:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as e:
         said = getattr(e, "stderr", None)
         log.warning(
             "the engine's kernels do not compile (%s); torch's operations are used", said or e
