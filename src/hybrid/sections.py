@@ -231,6 +231,8 @@ class ServingConfig(_Section):
     pinned_adapters: tuple[Name, ...] = ()
     """Adapters by name that a replica loads before it is ready, and a new version of them before
     it is served; they never leave for the budget."""
+    prefix_tokens: int = Field(16384, ge=0)
+    """Tokens of prompts kept for requests of the same tenant and adapter that begin alike."""
     alias: Name = "stable"
     """The release alias that is served."""
     api_keys: tuple[str, ...] = ()

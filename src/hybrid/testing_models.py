@@ -10,15 +10,19 @@ ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 _TEXT = ["the quick brown fox jumps over the lazy dog", "een héél kleine proef 123", "ABC; def!"]
 
 
-def tiny_base(folder: Path, *, seed: int = 0, **dims: Any) -> Path:
-    """Make a random Llama of some 100 K parameters with a byte-level BPE tokenizer.
+def tiny_base(
+    folder: Path, *, seed: int = 0, family: str = "llama", noise: float = 0.0, **dims: Any
+) -> Path:
+    """Make a random decoder of some 100 K parameters with a byte-level BPE tokenizer.
 
     Args:
-        dims: fields of transformers' LlamaConfig to change.
+        family: a model_type of transformers.
+        noise: deviation of what is added to biases and norms, which are all zeros or ones at first.
+        dims: fields of the family's configuration to change.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,7 +52,13 @@ def tiny_base(folder: Path, *, seed: int = 0, **dims: Any) -> Path:
         **dims,
     }
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**settings))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **settings), dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if noise and parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=noise)
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder

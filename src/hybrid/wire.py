@@ -92,7 +92,8 @@ class GenerateRequest:
     """One prompt for `model` (`base` or `base:adapter`, as clients write it).
 
     Exactly one of `prompt` and `prompt_ids` is set. `tenant` separates prefix caches and fair
-    shares. `deadline` is a UNIX time in seconds.
+    shares. `deadline` is a UNIX time in seconds. A higher `priority` begins earlier. Without
+    `stream` nobody looks at pieces: the answer may come as one chunk.
     """
 
     id: str
@@ -102,6 +103,8 @@ class GenerateRequest:
     sampling: Sampling = field(default_factory=Sampling)
     tenant: str = "default"
     deadline: float | None = None
+    priority: int = 0
+    stream: bool = True
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,22 @@ class Chunk:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     provenance: Provenance | None = None
+
+
+def join(parts: list[Chunk]) -> Chunk:
+    """The pieces of one answer as one chunk."""
+    end = parts[-1]
+    return Chunk(
+        text="".join(p.text for p in parts),
+        token_ids=tuple(t for p in parts for t in p.token_ids),
+        logprobs=tuple(x for p in parts for x in p.logprobs),
+        pieces=tuple(x for p in parts for x in p.pieces),
+        top_logprobs=tuple(x for p in parts for x in p.top_logprobs),
+        finish_reason=end.finish_reason,
+        prompt_tokens=end.prompt_tokens,
+        completion_tokens=end.completion_tokens,
+        provenance=end.provenance,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

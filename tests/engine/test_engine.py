@@ -200,6 +200,17 @@ def test_cancelling_frees_the_slot_and_may_be_repeated(engine: Engine) -> None:
     assert engine.adapters["a0"].in_use == 0
 
 
+def test_cancelling_moves_another_request_whose_answer_stays_the_same(
+    engine: Engine, models: Path
+) -> None:
+    """As a server does it: between steps, and not in inference mode."""
+    first, last = (engine.submit(str(i), PROMPTS[i], Sampling(max_tokens=8)) for i in (0, 3))
+    engine.step()
+    engine.cancel(first)
+    drain(engine)
+    assert last.output == reference(models, None, last.prompt, 8)[: len(last.output)]
+
+
 def test_bad_requests_are_refused_before_they_are_queued(engine: Engine) -> None:
     for prompt, sampling, param in (
         ("", Sampling(), "prompt"),

@@ -20,7 +20,7 @@ from hybrid.gateway.app import create_app
 from hybrid.gateway.services import Services
 from hybrid.serving.engine_backend import EngineBackend
 from hybrid.testing_models import tiny_base
-from hybrid.wire import Alternative, Chunk, GenerateRequest, Sampling
+from hybrid.wire import Alternative, Chunk, GenerateRequest, Sampling, join
 
 SCHEMA = {
     "type": "object",
@@ -42,6 +42,9 @@ class OneBase:
         self.asked.append(request.sampling)
         async for chunk in self.backend.generate(request, None):
             yield chunk
+
+    async def generate_full(self, request: GenerateRequest) -> Chunk:
+        return join([chunk async for chunk in self.generate(request)])
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from hybrid.wire import (
     Provenance,
     ScoreRequest,
     ScoreResult,
+    join,
 )
 
 PROVENANCE = Provenance(release="base@stable", base_digest="b" * 64)
@@ -74,6 +75,9 @@ class EchoModels:
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.append(request.id)
             raise
+
+    async def generate_full(self, request: GenerateRequest) -> Chunk:
+        return join([chunk async for chunk in self.generate(request)])
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         self._check(request.model)

@@ -59,7 +59,8 @@ class _Fused:
         self._places = torch.tensor(
             [[s.start for s in spans], [s.row.index for s in spans], [s.offset for s in spans]]
         )
-        self._scratch = torch.empty(torch.get_num_threads() * cache.group * capacity)
+        self._threads = torch.get_num_threads()
+        self._scratch = torch.empty(self._threads * cache.group * (capacity + cache.head_dim))
 
     def __call__(self, layer: int, heads: Tensor, out: Tensor, window: int | None) -> None:
         """Write out [T, q_heads, hd] of these requests' rows."""
@@ -71,7 +72,7 @@ class _Fused:
         library.decode_attention(
             heads.data_ptr(), at, at + 8 * n, at + 16 * n, n, keys.data_ptr(), values.data_ptr(),
             self._capacity, q_heads, self._cache.kv_heads, dim, window or 0, dim**-0.5,
-            self._scratch.data_ptr(), out.data_ptr(),
+            self._threads, self._scratch.data_ptr(), out.data_ptr(),
         )  # fmt: skip
 
 

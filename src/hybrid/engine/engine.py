@@ -15,10 +15,13 @@ from hybrid.engine import sampler, scoring
 from hybrid.engine.adapters import load_adapter
 from hybrid.engine.attention import Attention, Span
 from hybrid.engine.constraint import Constraints
+from hybrid.engine.fallback import FallbackDecoder, load_decoder
+from hybrid.engine.fallback_lora import load_module_adapter
 from hybrid.engine.kv_cache import KVCache
 from hybrid.engine.lora import Adapter
 from hybrid.engine.lora_plan import LoraPlan, Stacks
-from hybrid.engine.model import Decoder
+from hybrid.engine.metrics import Metrics
+from hybrid.engine.prefix_cache import PrefixCache
 from hybrid.engine.scheduler import Item, Scheduler, Sequence
 from hybrid.engine.text import Codec, Stream
 from hybrid.errors import ContextTooLong, DeadlineExceeded, HybridError, InvalidRequest
@@ -38,6 +41,20 @@ class Event:
     error: HybridError | None = None
 
 
+@dataclass(frozen=True)
+class Request:
+    """What `Engine.submit` was given."""
+
+    id: str
+    prompt: str | Seq[int]
+    sampling: Sampling
+    adapter: str | None
+    tenant: str
+    deadline: float | None
+    priority: int
+    tag: Any
+
+
 class Engine:
     """One base, resident, and the adapters loaded beside it.
 
@@ -47,6 +64,7 @@ class Engine:
         max_rows: requests decoded together.
         max_queue: requests that may wait.
         kv_tokens: tokens of key/value cache over all requests.
+        prefix_tokens: tokens of prompts that are kept for requests that begin alike; 0 keeps none.
         device: `cpu` or `cuda`; by default what is there.
     """
 
@@ -58,18 +76,23 @@ class Engine:
         max_rows: int = 32,
         max_queue: int = 256,
         kv_tokens: int = 16384,
+        prefix_tokens: int = 16384,
         device: str | None = None,
     ) -> None:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
         self.base_digest = base_digest
         self.codec = Codec(folder)
-        self.decoder = Decoder(folder, where, dtype)
+        self.decoder = load_decoder(folder, where, dtype)
         self.context = self.decoder.shape.context
         self.cache = KVCache(self.decoder.shape, kv_tokens, self.context, where, dtype)
-        self.scheduler = Scheduler(self.cache, max_rows=max_rows, max_queue=max_queue)
+        self.prefixes = PrefixCache(self.decoder.shape, self.cache, prefix_tokens)
+        self.scheduler = Scheduler(
+            self.cache, max_rows=max_rows, max_queue=max_queue, begin=self.prefixes.begin
+        )
         self.adapters: dict[str, Adapter] = {}
         self.counters: Counter[str] = Counter()
+        self.metrics = Metrics()
         self._stacks = Stacks()
         self.constraints = Constraints(folder, self.codec, self.decoder.shape.vocab)
 
@@ -84,19 +107,34 @@ class Engine:
         adapter: str | None = None,
         tenant: str = "default",
         deadline: float | None = None,
+        priority: int = 0,
         tag: Any = None,
     ) -> Sequence:
         """Queue a request.
 
         Args:
             adapter: digest of a loaded adapter; None is the base.
+            deadline: UNIX seconds. priority: a higher one begins earlier.
             tag: kept on the sequence for the caller.
 
         Raises:
             InvalidRequest: an empty prompt, a bad setting, a constraint that cannot be held to.
             ContextTooLong. RateLimited. Unsupported: a constraint, with this base's tokenizer.
         """
-        ids = self.prompt_ids(prompt)
+        try:
+            sequence = self._queue(
+                Request(request_id, prompt, sampling, adapter, tenant, deadline, priority, tag)
+            )
+        except HybridError:
+            self.metrics.of(adapter).rejected += 1
+            raise
+        self.metrics.of(adapter).requests += 1
+        self.counters["requests"] += 1
+        return sequence
+
+    def _queue(self, request: Request) -> Sequence:
+        sampling = request.sampling
+        ids = self.prompt_ids(request.prompt)
         _check_sampling(sampling)
         if len(ids) + sampling.max_tokens > self.context:
             raise ContextTooLong(
@@ -106,21 +144,21 @@ class Engine:
             )
         walk = self.constraints.start(sampling.constraint)
         sequence = Sequence(
-            id=request_id,
+            id=request.id,
             prompt=ids,
             sampling=sampling,
-            adapter=self._adapter(adapter),
-            tenant=tenant,
-            deadline=deadline,
+            adapter=self._adapter(request.adapter),
+            tenant=request.tenant,
+            deadline=request.deadline,
             stream=Stream(self.codec, sampling.stop),
             draws=sampler.generator(sampling),
-            tag=tag,
+            priority=request.priority,
+            tag=request.tag,
         )
         self.scheduler.add(sequence)
         self.constraints.hold(sequence, walk)
         if sequence.adapter:
             sequence.adapter.in_use += 1
-        self.counters["requests"] += 1
         return sequence
 
     def prompt_ids(self, prompt: str | Seq[int]) -> list[int]:
@@ -136,10 +174,11 @@ class Engine:
             )
         return ids
 
+    @torch.inference_mode()  # another request's keys and values may move into its row
     def cancel(self, sequence: Sequence) -> None:
         """Take a request out; its slot is free for the next step. Ended ones are left alone."""
         if not sequence.ended:
-            self._end(sequence)
+            self._end(sequence, whole=False)
 
     @property
     def idle(self) -> bool:
@@ -156,6 +195,9 @@ class Engine:
         if not items:
             return events
         chosen, logits = self._run(items)
+        for sequence in chosen:
+            if not sequence.output:
+                self.prefixes.keep(sequence)
         if chosen:
             how = [(s.sampling, s.draws) for s in chosen]
             masks = self.constraints.masks(chosen)
@@ -166,6 +208,10 @@ class Engine:
 
     def _run(self, items: list[Item]) -> tuple[list[Sequence], torch.Tensor]:
         """The sequences for which a token is to be chosen, and their logits [N, vocab]."""
+        self.counters["steps"] += 1
+        self.counters["run_tokens"] += sum(item.count for item in items)
+        if isinstance(self.decoder, FallbackDecoder):
+            return self.decoder.run(items)
         counts: Counter[Adapter] = Counter()
         for item in items:
             if item.sequence.adapter is not None:
@@ -188,8 +234,6 @@ class Engine:
             if item.last:
                 last.append(len(ids) - 1)
         device, decoder = self.decoder.device, self.decoder
-        self.counters["steps"] += 1
-        self.counters["run_tokens"] += len(ids)
         plan = LoraPlan.of(self._stacks, [(a, counts[a]) for a in order if a is not None])
         hidden = decoder.forward(
             torch.tensor(ids, device=device),
@@ -204,8 +248,9 @@ class Engine:
     def _advance(self, s: Sequence, token: int, logprob: float, top: sampler.Top) -> Event:
         if s.first_token is None:
             s.first_token = time.monotonic()
+            self.metrics.first(s)
         if (error := self.constraints.accept(s, token)) is not None:
-            self._end(s)
+            self._end(s, whole=False)
             return Event(s, error=error)
         if token in self.codec.ends:
             self._end(s)
@@ -227,12 +272,15 @@ class Engine:
             self._end(s)
         return Event(s, text=text, token=token, logprob=logprob, top=top, finish_reason=reason)
 
-    def _end(self, s: Sequence) -> None:
+    def _end(self, s: Sequence, *, whole: bool = True) -> None:
         s.ended = True
+        self.metrics.ended(s, whole=whole)
         self.constraints.drop(s)
         if s.adapter is not None:
             s.adapter.in_use -= 1
         self.scheduler.remove(s)
+        if isinstance(self.decoder, FallbackDecoder):
+            self.decoder.release(s)
 
     def _expire(self) -> list[Event]:
         late = self.scheduler.expired(time.time())
@@ -241,7 +289,7 @@ class Engine:
             for s in late
         ]
         for s in late:
-            self._end(s)
+            self._end(s, whole=False)
         return events
 
     # --- scoring and embedding ------------------------------------------------------------
@@ -289,14 +337,10 @@ class Engine:
 
     def read_adapter(self, folder: Path, *, name: str, digest: str, base_digest: str) -> Adapter:
         """Read and check an adapter; safe beside a running step. Raises AdapterRefused."""
-        return load_adapter(
-            folder,
-            self.decoder,
-            name=name,
-            digest=digest,
-            base_digest=base_digest,
-            served_base=self.base_digest,
-        )
+        what = {"name": name, "digest": digest, "base_digest": base_digest}
+        if isinstance(self.decoder, FallbackDecoder):
+            return load_module_adapter(folder, self.decoder, served_base=self.base_digest, **what)
+        return load_adapter(folder, self.decoder, served_base=self.base_digest, **what)
 
     def add_adapter(self, adapter: Adapter) -> None:
         """Make a read adapter servable."""

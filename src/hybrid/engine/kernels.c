@@ -56,17 +56,81 @@ void silu_mul(const float *y, float *z, int64_t rows, int64_t dim) {
     }
 }
 
+typedef float lanes16 __attribute__((vector_size(64), aligned(4)));
+typedef float lanes8 __attribute__((vector_size(32), aligned(4)));
+
+/* to[r, columns] += sum over k of s[r, k] * m[k, columns], for R rows and C vectors of columns.
+   Even and odd k are summed apart, so that additions need not wait for one another. */
+#define PRODUCT(LANES, C)                                                                   \
+    static inline __attribute__((always_inline)) void product_##LANES##_##C(                \
+        const int R, const float *s, int64_t s_stride, const float *m, int64_t m_stride,    \
+        int64_t depth, float *to, int64_t to_stride) {                                      \
+        const int lanes = sizeof(LANES) / 4;                                                \
+        LANES even[8][C], odd[8][C];                                                        \
+        for (int r = 0; r < R; r++)                                                         \
+            for (int c = 0; c < C; c++) {                                                   \
+                even[r][c] = *(const LANES *)(to + r * to_stride + c * lanes);              \
+                odd[r][c] = even[r][c] - even[r][c];                                        \
+            }                                                                               \
+        int64_t k = 0;                                                                      \
+        for (; k + 2 <= depth; k += 2)                                                      \
+            for (int c = 0; c < C; c++) {                                                   \
+                const LANES one = *(const LANES *)(m + k * m_stride + c * lanes);           \
+                const LANES two = *(const LANES *)(m + (k + 1) * m_stride + c * lanes);     \
+                for (int r = 0; r < R; r++) even[r][c] += s[r * s_stride + k] * one;        \
+                for (int r = 0; r < R; r++) odd[r][c] += s[r * s_stride + k + 1] * two;     \
+            }                                                                               \
+        for (int c = 0; c < C && k < depth; c++)                                            \
+            for (int r = 0; r < R; r++)                                                     \
+                even[r][c] += s[r * s_stride + k] * *(const LANES *)(m + k * m_stride + c * lanes); \
+        for (int r = 0; r < R; r++)                                                         \
+            for (int c = 0; c < C; c++)                                                     \
+                *(LANES *)(to + r * to_stride + c * lanes) = even[r][c] + odd[r][c];        \
+    }
+PRODUCT(lanes16, 4)
+PRODUCT(lanes16, 1)
+PRODUCT(lanes8, 1)
+
+#define CASE(R, KIND)                                                                       \
+    case R:                                                                                 \
+        product_##KIND(R, s, s_stride, m + c, m_stride, depth, to + c, to_stride);          \
+        break;
+#define CASES(KIND)                                                                         \
+    switch (rows) {                                                                         \
+        CASE(1, KIND) CASE(2, KIND) CASE(3, KIND) CASE(4, KIND)                             \
+        CASE(5, KIND) CASE(6, KIND) CASE(7, KIND) CASE(8, KIND)                             \
+    }
+#define FEW(KIND)                                                                           \
+    switch (rows) { CASE(1, KIND) CASE(2, KIND) }
+
+/* The same for all columns, for 1 to 8 rows. */
+static void products(int64_t rows, const float *s, int64_t s_stride, const float *m,
+                     int64_t m_stride, int64_t depth, float *to, int64_t to_stride,
+                     int64_t columns) {
+    int64_t c = 0;
+    if (rows <= 2)
+        for (; c + 64 <= columns; c += 64) FEW(lanes16_4)
+    for (; c + 16 <= columns; c += 16) CASES(lanes16_1)
+    for (; c + 8 <= columns; c += 8) CASES(lanes8_1)
+    for (int64_t r = 0; c < columns && r < rows; r++)
+        for (int64_t k = 0; k < depth; k++)
+            for (int64_t j = c; j < columns; j++)
+                to[r * to_stride + j] += s[r * s_stride + k] * m[k * m_stride + j];
+}
+
 /* Decoding: n requests, one token each. heads[T, q_heads + 2 * kv_heads, dim] holds queries, keys
    and values; request i is its row `rows[i]`, and row `places[i]` of the cache, where its key and
    value go to `offsets[i]`: keys[rows, kv_heads, dim, capacity], values[rows, kv_heads, capacity,
    dim]. Each query sees the last `window` tokens (0: all). out[T, q_heads * dim]. scratch: for each
-   thread q_heads / kv_heads * capacity floats. */
+   of `threads` q_heads / kv_heads * (capacity + dim) floats. */
 void decode_attention(const float *heads, const int64_t *rows, const int64_t *places,
                       const int64_t *offsets, int64_t n, float *keys, float *values,
                       int64_t capacity, int64_t q_heads, int64_t kv_heads, int64_t dim,
-                      int64_t window, float scale, float *scratch, float *out) {
+                      int64_t window, float scale, int64_t threads, float *scratch,
+                      float *out) {
     const int64_t group = q_heads / kv_heads, width = (q_heads + 2 * kv_heads) * dim;
-#pragma omp parallel for schedule(dynamic, 4) collapse(2)
+    const int64_t chunk = n < 2 * threads ? 1 : kv_heads; /* a request's heads, if there are many */
+#pragma omp parallel for collapse(2) schedule(dynamic, chunk) num_threads(threads)
     for (int64_t i = 0; i < n; i++)
         for (int64_t h = 0; h < kv_heads; h++) {
             const float *row = heads + rows[i] * width;
@@ -78,23 +142,27 @@ void decode_attention(const float *heads, const int64_t *rows, const int64_t *pl
             /* whole vectors: what is beyond the last token is computed, and left alone */
             const int64_t whole = (count + 15) & ~(int64_t)15;
             const int64_t wide = whole <= capacity - first ? whole : capacity - first;
-            float *scores = scratch + omp_get_thread_num() * group * capacity;
+            /* the head that comes next is on its way from memory while this one is worked on */
+            const int64_t j = h + 1 < kv_heads ? i : i + 1, m = j == i ? h + 1 : 0;
+            const int64_t place = (j < n ? places[j] : places[i]) * kv_heads + m;
+            const char *next_k = (const char *)(keys + place * dim * capacity + first);
+            const char *next_v = (const char *)(values + (place * capacity + first) * dim);
+            float *scores = scratch + omp_get_thread_num() * group * (capacity + dim);
+            float *asked = scores + group * capacity;
             memset(scores, 0, group * wide * sizeof(float));
-            const char *ahead = (const char *)(vs + first * dim);
-            const int64_t lines = (count * dim * 4 + 63) / 64, each = (lines + dim - 1) / dim;
             for (int64_t d = 0; d < dim; d++) {
-                for (int64_t j = d * each; j < (d + 1) * each && j < lines; j++)
-                    __builtin_prefetch(ahead + 64 * j);
-                float *line = kt + d * capacity;
-                line[at] = k[d];
-                for (int64_t g = 0; g < group; g++) {
-                    const float q = row[(h * group + g) * dim + d] * scale;
-                    float *s = scores + g * wide;
-#pragma omp simd
-                    for (int64_t t = 0; t < wide; t++) s[t] += q * line[first + t];
-                }
+                for (int64_t c = 0; c < wide * 4; c += 64)
+                    __builtin_prefetch(next_k + d * capacity * 4 + c, 0, 2);
+                kt[d * capacity + at] = k[d];
             }
+            for (int64_t d = 0; d < group * dim; d++) asked[d] = row[h * group * dim + d] * scale;
+            for (int64_t g = 0; g < group; g += 8)
+                products(group - g < 8 ? group - g : 8, asked + g * dim, dim, kt + first, capacity,
+                         dim, scores + g * wide, wide, wide);
             memcpy(vs + at * dim, v, dim * sizeof(float));
+            for (int64_t c = 0; c < count * dim * 4; c += 64) __builtin_prefetch(next_v + c, 0, 2);
+            float *o = out + (rows[i] * q_heads + h * group) * dim;
+            memset(o, 0, group * dim * sizeof(float));
             for (int64_t g = 0; g < group; g++) {
                 float *s = scores + g * wide, top = s[0], sum = 0;
 #pragma omp simd reduction(max : top)
@@ -104,68 +172,14 @@ void decode_attention(const float *heads, const int64_t *rows, const int64_t *pl
                     s[t] = exp_(s[t] - top);
                     sum += s[t];
                 }
-                float inverse = 1.0f / sum;
+                const float inverse = 1.0f / sum;
 #pragma omp simd
                 for (int64_t t = 0; t < count; t++) s[t] *= inverse;
-                memset(out + (rows[i] * q_heads + h * group + g) * dim, 0, dim * sizeof(float));
             }
-            ahead = (const char *)(kt + dim * capacity + first); /* the next head's keys */
-            const int64_t reach = h + 1 < kv_heads ? dim : 0, step = (dim + count - 1) / count;
-            for (int64_t t = 0; t < count; t++) {
-                for (int64_t j = t * step; j < (t + 1) * step && j < reach; j++)
-                    for (int64_t c = 0; c < wide * 4; c += 64)
-                        __builtin_prefetch(ahead + j * capacity * 4 + c);
-                const float *line = vs + (first + t) * dim;
-                for (int64_t g = 0; g < group; g++) {
-                    float *o = out + (rows[i] * q_heads + h * group + g) * dim;
-                    const float p = scores[g * wide + t];
-#pragma omp simd
-                    for (int64_t d = 0; d < dim; d++) o[d] += p * line[d];
-                }
-            }
+            for (int64_t g = 0; g < group; g += 8)
+                products(group - g < 8 ? group - g : 8, scores + g * wide, wide, vs + first * dim,
+                         dim, count, o + g * dim, dim, dim);
         }
-}
-
-typedef float lanes16 __attribute__((vector_size(64), aligned(4)));
-typedef float lanes8 __attribute__((vector_size(32), aligned(4)));
-
-/* to[r, columns] += sum over k of s[r, k] * m[k, columns], for R rows and one vector of columns */
-#define PRODUCT(LANES)                                                                      \
-    static inline __attribute__((always_inline)) void product_##LANES(                      \
-        const int R, const float *s, int64_t s_stride, const float *m, int64_t m_stride,    \
-        int64_t depth, float *to, int64_t to_stride) {                                      \
-        LANES sum[8];                                                                       \
-        for (int r = 0; r < R; r++) sum[r] = *(const LANES *)(to + r * to_stride);          \
-        for (int64_t k = 0; k < depth; k++) {                                               \
-            const LANES line = *(const LANES *)(m + k * m_stride);                          \
-            for (int r = 0; r < R; r++) sum[r] += s[r * s_stride + k] * line;               \
-        }                                                                                   \
-        for (int r = 0; r < R; r++) *(LANES *)(to + r * to_stride) = sum[r];                \
-    }
-PRODUCT(lanes16)
-PRODUCT(lanes8)
-
-#define CASE(R, LANES)                                                                      \
-    case R:                                                                                 \
-        product_##LANES(R, s, s_stride, m + c, m_stride, depth, to + c, to_stride);         \
-        break;
-#define CASES(LANES)                                                                        \
-    switch (rows) {                                                                         \
-        CASE(1, LANES) CASE(2, LANES) CASE(3, LANES) CASE(4, LANES)                         \
-        CASE(5, LANES) CASE(6, LANES) CASE(7, LANES) CASE(8, LANES)                         \
-    }
-
-/* The same for all columns, for 1 to 8 rows. */
-static void products(int64_t rows, const float *s, int64_t s_stride, const float *m,
-                     int64_t m_stride, int64_t depth, float *to, int64_t to_stride,
-                     int64_t columns) {
-    int64_t c = 0;
-    for (; c + 16 <= columns; c += 16) CASES(lanes16)
-    for (; c + 8 <= columns; c += 8) CASES(lanes8)
-    for (int64_t r = 0; c < columns && r < rows; r++)
-        for (int64_t k = 0; k < depth; k++)
-            for (int64_t j = c; j < columns; j++)
-                to[r * to_stride + j] += s[r * s_stride + k] * m[k * m_stride + j];
 }
 
 /* LoRA: rows starts[i] to starts[i + 1] of x[T, in] and y[T, out], 8 at most, are of an adapter whose

@@ -25,14 +25,15 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 _FLAGS = (
-    "-O3", "-march=native", "-std=c11", "-fPIC", "-fopenmp", "-fno-math-errno",
-    "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-mprefer-vector-width=512",
+    "-O3", "-march=native", "-std=c11", "-fPIC", "-fopenmp", "-ffp-contract=fast",
+    "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
+    "-mprefer-vector-width=512",
 )  # fmt: skip
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rms_norm": (_P, _P, _P, _I, _I, _F),
     "silu_mul": (_P, _P, _I, _I),
-    "decode_attention": (_P, _P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _P, _P),
+    "decode_attention": (_P, _P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _I, _P, _P),
     "lora": (_P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _P, _P, _P),
 }
 
@@ -62,6 +63,14 @@ def silu_mul(y: Tensor) -> Tensor:
     return z
 
 
+def alone() -> None:
+    """Let torch use no other threads for what the calling thread does."""
+    path = _openmp()
+    if path is not None:
+        torch.get_num_threads()  # sets this thread's number, the first time that it is asked
+        ctypes.CDLL(str(path)).omp_set_num_threads(1)
+
+
 @lru_cache(maxsize=1)
 def kernels() -> ctypes.CDLL | None:
     """The compiled kernels, see kernels.c; None where they cannot be had, which is logged."""
@@ -75,7 +84,7 @@ def kernels() -> ctypes.CDLL | None:
     source = files("hybrid.engine").joinpath("kernels.c").read_bytes()
     try:
         library = ctypes.CDLL(str(_built(compiler, threads, source)))
-    except (OSError, subprocess.SubprocessError) as e:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as e:
         said = getattr(e, "stderr", None)
         log.warning(
             "the engine's kernels do not compile (%s); torch's operations are used", said or e

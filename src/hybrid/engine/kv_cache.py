@@ -58,6 +58,7 @@ class KVCache:
         self._shape = shape
         self.kv_heads = shape.kv_heads
         self.group = shape.heads // shape.kv_heads
+        self.head_dim = shape.head_dim
         self.device, self.dtype = device, dtype
         self.sizes: list[int] = []
         size = min(_SMALLEST, context)
@@ -110,6 +111,12 @@ class KVCache:
         capacity, head_dim]."""
         held = self._held[capacity]
         return held.keys[layer], held.values[layer]
+
+    def row(self, row: Row) -> tuple[Tensor, Tensor]:
+        """A request's keys [layers, kv_heads, head_dim, capacity] and values [layers, kv_heads,
+        capacity, head_dim]."""
+        held = self._held[row.capacity]
+        return held.keys[:, row.index], held.values[:, row.index]
 
     def _put(self, row: Row) -> None:
         rows = self._rows[row.capacity]

@@ -8,9 +8,13 @@ callback, because only attention knows which tokens belong together.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: weights and cache are read whole
 
 import torch
 import torch.nn.functional as F
@@ -86,18 +90,17 @@ class Decoder:
         dtype: of the weights; float32 on the CPU.
 
     Raises:
-        Unsupported: see `Shape.read`. IntegrityError: a weight is missing or misshapen.
+        Unsupported: see `Shape.read`. IntegrityError: a weight is missing or misshapen, or there is
+            one that config.json does not announce and that would not be used.
     """
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-        self.shape = shape = Shape.read(folder)
+        shape = Shape.read(folder)
         self.device, self.dtype = device, dtype
-        state: dict[str, Tensor] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            state |= load_file(path)
+        state = _weights(folder)
 
         def take(name: str, *dims: int) -> Tensor:
-            weight = state.get(name)
+            weight = state.pop(name, None)
             if weight is None or tuple(weight.shape) != dims:
                 found = "missing" if weight is None else f"shaped {tuple(weight.shape)}"
                 raise IntegrityError(f"{folder}: weight {name} is {found}, expected {dims}")
@@ -119,7 +122,16 @@ class Decoder:
         head = shape.paired(1)
         self.embedding = take("model.embed_tokens.weight", shape.vocab, h)
         self.norm = take("model.norm.weight", h)
-        self.head = Linear(self.embedding if shape.tied else take("lm_head.weight", shape.vocab, h))
+        own = (
+            None
+            if shape.tied and "lm_head.weight" not in state
+            else take("lm_head.weight", shape.vocab, h)
+        )
+        if shape.tied and own is not None:
+            # Tied by config.json alone: as transformers does, what the checkpoint holds is used.
+            shape = replace(shape, tied=torch.equal(own, self.embedding))
+        self.shape = shape
+        self.head = Linear(self.embedding if own is None or shape.tied else own)
         self.blocks: list[Block] = []
         for i in range(shape.layers):
             at = f"model.layers.{i}."
@@ -139,6 +151,12 @@ class Decoder:
                     norm2=take(at + "post_attention_layernorm.weight", h),
                     qk_norm=torch.cat(norms) if norms else None,
                 )
+            )
+        unused = [name for name in state if not name.endswith("rotary_emb.inv_freq")]
+        if unused:
+            raise IntegrityError(
+                f"{folder}: {len(unused)} weights would not be used, config.json announces none"
+                f" of them: {', '.join(sorted(unused)[:4])}"
             )
         self._rotations = shape.rotations(device)
 
@@ -178,6 +196,22 @@ class Decoder:
         """[T, hidden] → float32 [N, vocab] of the rows that are asked for, int64 [N]."""
         chosen = hidden[rows]
         return plan.head(rows, chosen, self.head(chosen)).float()
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    """Those of the index, of model.safetensors, or else of all files. A folder may hold the same
+    weights twice, in its maker's own format."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        files = sorted({folder / f for f in json.loads(index.read_text())["weight_map"].values()})
+    else:
+        files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    state: dict[str, Tensor] = {}
+    for path in files:
+        if not path.exists():
+            raise IntegrityError(f"{path} is missing, which {index.name} names")
+        state |= load_file(path)
+    return state
 
 
 def _rotate(x: Tensor, rotation: Tensor) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from hybrid.engine.variants import refuse_variants
 from hybrid.errors import AdapterRefused
 
 T = TypeVar("T")
@@ -25,23 +26,9 @@ ENDS: Final = (EMBEDDING, HEAD)
 MAX_RANK: Final = 4096
 """The kernel keeps eight rows of an adapter's low products on the stack."""
 
-_HARMLESS = frozenset((
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config",
-    "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode", "init_lora_weights",
-    "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout",
-    "lora_ga_config", "megatron_config", "megatron_core", "modules_to_save", "peft_type",
-    "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
-    "target_modules", "task_type", "use_rslora",
-))  # fmt: skip
-"""Fields that are read below, or say how it was trained; any other that is set is refused, those
-of PEFT to come included: nobody knows yet whether they change what is computed."""
-
 _BIASES = ("none", "all", "lora_only")
 _A_RANK = f"a whole number from 1 to {MAX_RANK}"
 _A_NUMBER = "a finite number"
-
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations that also change the base's weights (PEFT 0.21, `LoraLayer.update_layer`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,15 +147,9 @@ class LoraSpec:
 def _check_features(raw: dict[str, Any], refuse: Refuse) -> None:
     if str(raw.get("peft_type", "")).upper() != "LORA":
         raise refuse(f"peft_type is {raw.get('peft_type')!r}, only LORA is served")
-    for field in sorted(raw.keys() - _HARMLESS):
-        if raw[field]:
-            raise refuse(f"{field}={raw[field]!r} is not supported")
-    how = raw.get("init_lora_weights")
-    if isinstance(how, str) and how.lower().startswith(_CHANGES_BASE):
-        raise refuse(
-            f"init_lora_weights={how!r} is not supported: it changes the base's weights;"
-            " save it with PEFT's path_initial_model_for_weight_conversion"
-        )
+    refuse_variants(raw, refuse, but=("bias", "modules_to_save"))
+    if raw.get("fan_in_fan_out"):
+        raise refuse("fan_in_fan_out=True is not supported: the base's weights are [out, in]")
 
 
 def _named(names: Names, module: str) -> bool:

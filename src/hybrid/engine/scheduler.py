@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,8 @@ _AHEAD = 64
 """A row is first taken for the prompt and so many tokens of the answer."""
 
 Client = tuple[str, str]
+Queue = tuple[Client, int]
+"""A client's requests of one priority wait in a queue of their own."""
 
 
 @dataclass(eq=False)
@@ -67,6 +70,11 @@ class Sequence:
         return self.tenant, self.adapter.digest if self.adapter else ""
 
     @property
+    def queue(self) -> Queue:
+        """Where it waits."""
+        return self.client, self.priority
+
+    @property
     def known(self) -> int:
         """Tokens of prompt and output; the last one of an output is not computed yet."""
         return len(self.prompt) + len(self.output)
@@ -96,16 +104,24 @@ class Scheduler:
         max_rows: requests that run together.
         max_queue: requests that may wait.
         step_tokens: tokens of one step, at most; long prompts are run in pieces beside decoding.
+        begin: called with a request that has just got a row; it may fill the beginning of it.
     """
 
     def __init__(
-        self, cache: KVCache, *, max_rows: int, max_queue: int, step_tokens: int = 512
+        self,
+        cache: KVCache,
+        *,
+        max_rows: int,
+        max_queue: int,
+        step_tokens: int = 512,
+        begin: Callable[[Sequence], None] = lambda _: None,
     ) -> None:
+        self._begin = begin
         self._cache = cache
         self.max_rows = max_rows
         self._max_queue = max_queue
         self._step_tokens = step_tokens
-        self._waiting: dict[Client, deque[Sequence]] = {}
+        self._waiting: dict[Queue, deque[Sequence]] = {}
         self._counters: dict[Client, float] = {}
         self._ending: deque[float] = deque(maxlen=32)
         self.running: list[Sequence] = []
@@ -126,14 +142,14 @@ class Scheduler:
                 retry_after=self._retry_after(),
             )
         client = sequence.client
-        active = {*self._waiting, *(s.client for s in self.running)}
+        active = {*(c for c, _ in self._waiting), *(s.client for s in self.running)}
         if client not in active:
             floor = min((self._counters.get(c, 0.0) for c in active), default=0.0)
             self._counters[client] = max(self._counters.get(client, 0.0), floor)
             if len(self._counters) > 4096:  # clients that have gone; the others keep theirs
                 self._counters = {c: v for c, v in self._counters.items() if c in {*active, client}}
         sequence.arrived_step = self.steps
-        self._waiting.setdefault(client, deque()).append(sequence)
+        self._waiting.setdefault(sequence.queue, deque()).append(sequence)
         self.waiting += 1
 
     def plan(self) -> list[Item]:
@@ -164,11 +180,11 @@ class Scheduler:
             self._leave(sequence)
             self._ending.append(time.monotonic())
             return
-        queue = self._waiting[sequence.client]
+        queue = self._waiting[sequence.queue]
         queue.remove(sequence)
         self.waiting -= 1
         if not queue:
-            del self._waiting[sequence.client]
+            del self._waiting[sequence.queue]
 
     def expired(self, now: float) -> list[Sequence]:
         """Requests whose deadline (UNIX seconds) has passed."""
@@ -191,30 +207,31 @@ class Scheduler:
         sequence.computed = 0
         sequence.preempted += 1
         self.preemptions += 1
-        self._waiting.setdefault(sequence.client, deque()).appendleft(sequence)
+        self._waiting.setdefault(sequence.queue, deque()).appendleft(sequence)
         self.waiting += 1
 
     def _admit(self) -> None:
         while self._waiting and len(self.running) < self.max_rows:
-            client = min(
+            first = min(
                 self._waiting,
-                key=lambda c: (-self._urgency(self._waiting[c][0]), self._counters.get(c, 0.0)),
+                key=lambda q: (-self._urgency(self._waiting[q][0]), self._counters.get(q[0], 0.0)),
             )
-            sequence = self._waiting[client][0]
+            sequence, client = self._waiting[first][0], first[0]
             ahead = max(1, min(_AHEAD, sequence.sampling.max_tokens - len(sequence.output)))
             row = self._cache.take(sequence.known + ahead)
             if row is None:
                 return  # whoever is first waits for room; nobody overtakes by being small
-            queue = self._waiting[client]
+            queue = self._waiting[first]
             queue.popleft()
             self.waiting -= 1
             if not queue:
-                del self._waiting[client]
+                del self._waiting[first]
             sequence.row = row
             if sequence.started is None:
                 sequence.started = time.monotonic()
                 self._counters[client] = self._counters.get(client, 0.0) + len(sequence.prompt)
             self.running.append(sequence)
+            self._begin(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         assert sequence.row is not None

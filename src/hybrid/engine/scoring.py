@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid.engine.attention import Once
+from hybrid.engine.fallback import FallbackDecoder
 from hybrid.engine.lora import Adapter
 from hybrid.engine.lora_plan import LoraPlan
 from hybrid.engine.model import Decoder
@@ -67,7 +68,7 @@ def _sees(prompt: int, trie: Trie) -> Tensor:
 
 
 def score(
-    decoder: Decoder,
+    decoder: Decoder | FallbackDecoder,
     adapter: Adapter | None,
     prompt: Sequence[int],
     choices: tuple[tuple[int, ...], ...],
@@ -78,6 +79,8 @@ def score(
         prompt: at least one token.
         choices: at least one token each.
     """
+    if isinstance(decoder, FallbackDecoder):
+        return decoder.score(adapter, prompt, choices)
     trie = build_trie(choices)
     device, n = decoder.device, len(prompt)
     ids = torch.cat([torch.tensor(prompt), trie.tokens]).to(device)
@@ -92,8 +95,12 @@ def score(
     return [sum(gained[i] for i in path) for path in trie.paths]
 
 
-def embed(decoder: Decoder, adapter: Adapter | None, ids: Sequence[int]) -> list[float]:
+def embed(
+    decoder: Decoder | FallbackDecoder, adapter: Adapter | None, ids: Sequence[int]
+) -> list[float]:
     """Mean of the last hidden states over the tokens, L2-normalised: `hidden` floats."""
+    if isinstance(decoder, FallbackDecoder):
+        return decoder.embed(adapter, ids)
     tokens = torch.tensor(ids, device=decoder.device)
     positions = torch.arange(len(ids), device=decoder.device)
     plan = LoraPlan.single(adapter, len(ids))

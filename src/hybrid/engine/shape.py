@@ -68,7 +68,8 @@ class Shape:
         if raw.get("quantization_config"):
             raise Unsupported(f"{folder}: quantised weights")
         heads, layers = raw["num_attention_heads"], raw["num_hidden_layers"]
-        bias = bool(raw.get("attention_bias"))
+        # Options of another family are ignored, as transformers ignores them.
+        bias = family in ("llama", "qwen3") and bool(raw.get("attention_bias"))
         frequencies, scaling = _rope(folder, config, raw)
         return cls(
             family=family,
@@ -82,10 +83,10 @@ class Shape:
             context=raw["max_position_embeddings"],
             eps=raw["rms_norm_eps"],
             tied=bool(raw.get("tie_word_embeddings")),
-            windows=_windows(raw, layers),
+            windows=_windows(folder, family, raw, layers),
             qkv_bias=family == "qwen2" or bias,
-            o_bias=family != "qwen2" and bias,
-            mlp_bias=bool(raw.get("mlp_bias")),
+            o_bias=bias,
+            mlp_bias=family == "llama" and bool(raw.get("mlp_bias")),
             qk_norm=family == "qwen3",
             rope_frequencies=frequencies,
             rope_scaling=scaling,
@@ -129,10 +130,12 @@ class Shape:
         return (torch.arange(heads)[:, None] * self.head_dim + head).flatten()
 
 
-def _windows(raw: dict[str, Any], layers: int) -> tuple[int | None, ...]:
-    window = raw.get("sliding_window")
-    kinds = raw.get("layer_types") or ["sliding_attention"] * layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+def _windows(folder: Path, family: str, raw: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+    kind = {"llama": "full_attention", "mistral": "sliding_attention"}.get(family)
+    kinds = [kind] * layers if kind else raw["layer_types"]
+    for unknown in set(kinds) - {"full_attention", "sliding_attention"}:
+        raise Unsupported(f"{folder}: layers of type {unknown!r}")
+    return tuple(raw["sliding_window"] if k == "sliding_attention" else None for k in kinds)
 
 
 def _rope(folder: Path, config: Any, raw: dict[str, Any]) -> tuple[tuple[float, ...], float]:

@@ -17,7 +17,6 @@ from hybrid.gateway import openai, probabilities
 from hybrid.gateway.agent_routes import AGENT_PREFIX, agent_models, answer_as_model
 from hybrid.gateway.guided import refuse_guides
 from hybrid.gateway.services import Services, services, tenant
-from hybrid.serving.model import join
 from hybrid.wire import Chunk, EmbedRequest, GenerateRequest, Sampling, ScoreRequest
 
 router = APIRouter(prefix="/v1")
@@ -257,12 +256,9 @@ async def _answer(
 async def _gather(svc: Services, requests: list[GenerateRequest]) -> list[Chunk]:
     """Whole answers, in the order of `requests`; the first error cancels the rest."""
 
-    async def one(request: GenerateRequest) -> Chunk:
-        return join([chunk async for chunk in svc.models.generate(request)])
-
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(r)) for r in requests]
+            tasks = [group.create_task(svc.models.generate_full(r)) for r in requests]
     except* HybridError as errors:
         raise _first(errors) from None
     return [t.result() for t in tasks]

@@ -32,6 +32,10 @@ class Models(Protocol):
         """Stream an answer."""
         ...
 
+    async def generate_full(self, request: GenerateRequest) -> Chunk:
+        """The whole answer; cancelled with its caller."""
+        ...
+
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Score a closed set."""
         ...

@@ -16,7 +16,11 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
+
 from hybrid.engine.engine import Engine, Event
+from hybrid.engine.kernels import alone
+from hybrid.engine.lora import Adapter
 from hybrid.engine.scheduler import Sequence
 from hybrid.errors import HybridError, Unavailable
 from hybrid.serving.backend import AdapterRef, BackendInfo
@@ -29,6 +33,7 @@ from hybrid.wire import (
     Provenance,
     ScoreRequest,
     ScoreResult,
+    join,
 )
 
 log = logging.getLogger(__name__)
@@ -37,42 +42,78 @@ _STOP_S = 10.0
 
 
 class _Listener:
-    """Where one request's events go: a queue of the loop that asked."""
+    """Where one request's events go: to the loop that asked, those of a step together.
 
-    def __init__(self) -> None:
+    Args:
+        whole: nobody looks at pieces; they are kept back until the end.
+    """
+
+    def __init__(self, *, whole: bool) -> None:
         self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[Event | HybridError] = asyncio.Queue()
+        self._whole = whole
+        self._kept: list[Event | HybridError] = []
+        self._come: list[Event | HybridError] = []
+        self._there = asyncio.Event()
 
-    def put(self, item: Event | HybridError) -> None:
-        """Called on the engine's thread."""
-        try:
-            self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody listens any more
-            log.debug("an event had no listener")
+    def keep(self, item: Event | HybridError) -> list[Event | HybridError]:
+        """On the engine's thread: what is to be handed over now."""
+        self._kept.append(item)
+        if self._whole and isinstance(item, Event) and not item.finish_reason:
+            return []
+        kept, self._kept = self._kept, []
+        return kept
+
+    def hand_over(self, items: list[Event | HybridError]) -> None:
+        """On the loop."""
+        self._come += items
+        self._there.set()
+
+    async def next(self) -> list[Event | HybridError]:
+        """All that has come since the last time; waits for something."""
+        await self._there.wait()
+        self._there.clear()
+        come, self._come = self._come, []
+        return come
 
 
 class EngineBackend:
     """See `hybrid.serving.backend.Backend`.
 
     Args:
-        engine: the engine; from now on only this backend's thread touches it.
+        engine: the engine, or what makes it; from now on only this backend's thread touches it.
         release: shown in provenance, e.g. `legal-base@stable`.
     """
 
-    def __init__(self, engine: Engine, *, release: str) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine | Callable[[], Engine], *, release: str) -> None:
+        self._engine: Engine
         self.release = release
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, Sequence] = {}
         self._failure: Unavailable | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._made: Future[None] = Future()
+        if isinstance(engine, Engine):
+            self._engine = engine
+        make = (lambda: engine) if isinstance(engine, Engine) else engine
+        self._thread = threading.Thread(target=self._work, args=(make,), name="engine", daemon=True)
         self._thread.start()
+
+    async def made(self) -> None:
+        """Wait for the engine. Raises what making it raised."""
+        await asyncio.wrap_future(self._made)
 
     # --- the engine's thread --------------------------------------------------------------
 
-    def _work(self) -> None:
-        engine = self._engine
+    def _work(self, make: Callable[[], Engine]) -> None:
+        try:
+            # Here and nowhere else: OpenMP keeps threads for every thread that ever worked in
+            # parallel, and lets them sleep between two products once there are more than cores.
+            self._engine = engine = make()
+        except BaseException as e:  # noqa: BLE001 - whoever waits for the engine gets it
+            self._made.set_exception(e)
+            return
+        self._made.set_result(None)
+        torch.set_num_threads(torch.get_num_threads())  # OpenMP's number is each thread's own
         try:
             while not self._closing:
                 try:
@@ -82,24 +123,39 @@ class EngineBackend:
                 except queue.Empty:
                     pass
                 if not engine.idle:
-                    for event in engine.step():
-                        self._deliver(event)
+                    self._deliver(engine.step())
             self._end_all(Unavailable("the model is shutting down", retry_after=1))
         except BaseException as e:
             log.exception("the engine's thread ended")
             self._end_all(Unavailable(f"the engine failed ({type(e).__name__}: {e})"))
 
-    def _deliver(self, event: Event) -> None:
-        sequence = event.sequence
-        listener: _Listener = sequence.tag
-        if event.finish_reason or event.error:
-            self._running.pop(sequence.id, None)
-        listener.put(event.error or event)
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            if event.finish_reason or event.error:
+                self._running.pop(event.sequence.id, None)
+        self._tell([(event.sequence.tag, event.error or event) for event in events])
+
+    @staticmethod
+    def _tell(items: list[tuple[_Listener, Event | HybridError]]) -> None:
+        """Wake each loop once, whatever there is for it."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[Any]] = {}
+        for listener, item in items:
+            if now := listener.keep(item):
+                by_loop.setdefault(listener.loop, []).append((listener, now))
+
+        def hand_over(pairs: list[tuple[_Listener, list[Event | HybridError]]]) -> None:
+            for listener, now in pairs:
+                listener.hand_over(now)
+
+        for loop, pairs in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(hand_over, pairs)
+            except RuntimeError:  # the loop is closed: nobody listens any more
+                log.debug("events had no listener")
 
     def _end_all(self, why: Unavailable) -> None:
         self._failure = why
-        for sequence in self._running.values():
-            sequence.tag.put(why)
+        self._tell([(sequence.tag, why) for sequence in self._running.values()])
         self._running.clear()
         while not self._inbox.empty():  # each finds `_failure` set and passes it on
             self._inbox.get()()
@@ -133,7 +189,7 @@ class EngineBackend:
         self, request: GenerateRequest, adapter: AdapterRef | None
     ) -> AsyncIterator[Chunk]:
         """Stream an answer; closing the iterator cancels it."""
-        listener = _Listener()
+        listener = _Listener(whole=not request.stream)
         digest = adapter.digest if adapter else None
         prompt = request.prompt if request.prompt is not None else request.prompt_ids or ()
 
@@ -145,6 +201,7 @@ class EngineBackend:
                 adapter=digest,
                 tenant=request.tenant,
                 deadline=request.deadline,
+                priority=request.priority,
                 tag=listener,
             )
             self._running[request.id] = sequence
@@ -161,20 +218,13 @@ class EngineBackend:
         provenance = self._provenance(adapter)
         try:
             while True:
-                event = await listener.queue.get()
-                if isinstance(event, HybridError):
-                    raise event
-                has_token = event.token is not None
-                yield Chunk(
-                    text=event.text,
-                    token_ids=(event.token,) if event.token is not None else (),
-                    **(self._probabilities(event) if has_token and asked.logprobs else {}),
-                    finish_reason=event.finish_reason,
-                    prompt_tokens=len(sequence.prompt),
-                    completion_tokens=len(sequence.output),
-                    provenance=provenance,
-                )
-                if event.finish_reason:
+                chunks = []
+                for event in await listener.next():
+                    if isinstance(event, HybridError):
+                        raise event
+                    chunks.append(self._chunk(event, asked.logprobs, provenance))
+                yield join(chunks)
+                if chunks[-1].finish_reason:
                     return
         finally:
             if not sequence.ended:
@@ -218,16 +268,19 @@ class EngineBackend:
         if known is not None:
             return known.size_bytes
         started = time.monotonic()
-        read = await asyncio.to_thread(
-            self._engine.read_adapter,
-            adapter.path,
-            name=adapter.name,
-            digest=digest,
-            base_digest=adapter.base_digest,
-        )
+        read = await asyncio.to_thread(self._read, adapter)
         await self._on_engine(lambda: self._engine.add_adapter(read))
         log.info("loaded adapter %s in %.3f s", adapter.name, time.monotonic() - started)
         return read.size_bytes
+
+    def _read(self, adapter: AdapterRef) -> Adapter:
+        alone()
+        return self._engine.read_adapter(
+            adapter.path,
+            name=adapter.name,
+            digest=adapter.digest,
+            base_digest=adapter.base_digest,
+        )
 
     async def unload(self, digest: str) -> None:
         """Forget an adapter once nothing uses it."""
@@ -245,7 +298,7 @@ class EngineBackend:
         if sequence is None:
             return False
         self._engine.cancel(sequence)
-        sequence.tag.put(Event(sequence, finish_reason="cancelled"))
+        self._tell([(sequence.tag, Event(sequence, finish_reason="cancelled"))])
         return True
 
     async def info(self) -> BackendInfo:
@@ -258,6 +311,10 @@ class EngineBackend:
                 "waiting": engine.scheduler.waiting,
                 "kv_blocks_used": engine.cache.used,
                 "kv_blocks": engine.cache.blocks,
+                "prefix_blocks": len(engine.prefixes),
+                "prefix_hit_tokens": engine.prefixes.hits,
+                "prefix_missed_tokens": engine.prefixes.misses,
+                "preemptions": engine.scheduler.preemptions,
                 "adapters_loaded": len(engine.adapters),
             }
             return BackendInfo(
@@ -265,7 +322,7 @@ class EngineBackend:
                 base_digest=engine.base_digest,
                 context=engine.context,
                 counters={**engine.counters, **now},
-                details={"adapters": sorted(engine.adapters)},
+                details={"adapters": sorted(engine.adapters), "served": engine.metrics.as_dict()},
             )
 
         return await self._on_engine(look)
@@ -280,6 +337,18 @@ class EngineBackend:
         self._closing = True
         self._inbox.put(lambda: None)
         await asyncio.to_thread(self._thread.join, _STOP_S)
+
+    def _chunk(self, event: Event, logprobs: bool, provenance: Provenance) -> Chunk:
+        token = event.token
+        return Chunk(
+            text=event.text,
+            token_ids=() if token is None else (token,),
+            **(self._probabilities(event) if token is not None and logprobs else {}),
+            finish_reason=event.finish_reason,
+            prompt_tokens=len(event.sequence.prompt),
+            completion_tokens=len(event.sequence.output),
+            provenance=provenance,
+        )
 
     def _probabilities(self, event: Event) -> dict[str, Any]:
         """The fields of a Chunk that say how likely its token and others were."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
@@ -44,6 +45,11 @@ async def unwrap(call: Awaitable[T]) -> T:
     """
     try:
         return await call
+    except asyncio.CancelledError:
+        cancel = getattr(call, "cancel", None)  # nobody wants the answer any more
+        if cancel is not None:
+            cancel()
+        raise
     except (RayError, RayServeException, HybridError) as e:
         raise translate(e) from None
 

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid.config import ProjectConfig
@@ -30,6 +30,7 @@ from hybrid.wire import (
     ModelCard,
     ScoreRequest,
     ScoreResult,
+    join,
 )
 
 log = logging.getLogger("hybrid.serving")
@@ -82,7 +83,8 @@ class ModelServer:
     async def generate_full(self, request: GenerateRequest) -> Chunk:
         """The whole answer as one chunk; cancelled with its caller."""
         parts: list[Chunk] = []
-        async with aclosing(self.generate(request)) as stream:  # type: ignore[type-var]
+        whole = replace(request, stream=False)
+        async with aclosing(self.generate(whole)) as stream:  # type: ignore[type-var]
             async for chunk in stream:
                 parts.append(chunk)
         return join(parts)
@@ -219,12 +221,14 @@ class ModelServer:
                 max_rows=serving.max_rows,
                 max_queue=serving.max_queue,
                 kv_tokens=serving.kv_tokens,
+                prefix_tokens=serving.prefix_tokens,
             )
 
         from hybrid.serving.engine_backend import EngineBackend
 
-        engine = await asyncio.to_thread(start)
-        return EngineBackend(engine, release=catalog.label)
+        backend = EngineBackend(start, release=catalog.label)
+        await backend.made()
+        return backend
 
     async def _watch(self) -> None:
         """Follow the alias. What cannot be read or loaded leaves the old release serving."""
@@ -259,22 +263,6 @@ async def _close_when_idle(resident: _Resident) -> None:
         await asyncio.sleep(0.05)
     with suppress(HybridError):
         await resident.close()
-
-
-def join(parts: list[Chunk]) -> Chunk:
-    """The pieces of one answer as one chunk."""
-    end = parts[-1]
-    return Chunk(
-        text="".join(p.text for p in parts),
-        token_ids=tuple(t for p in parts for t in p.token_ids),
-        logprobs=tuple(x for p in parts for x in p.logprobs),
-        pieces=tuple(x for p in parts for x in p.pieces),
-        top_logprobs=tuple(x for p in parts for x in p.top_logprobs),
-        finish_reason=end.finish_reason,
-        prompt_tokens=end.prompt_tokens,
-        completion_tokens=end.completion_tokens,
-        provenance=end.provenance,
-    )
 
 
 def deployment(config: ProjectConfig) -> Any:
