@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -15,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hybrid.engine.lora import Adapter, Layout
-from hybrid.engine.variants import refuse_variants
+from hybrid.engine.preflight import LoraSpec
 from hybrid.errors import AdapterRefused
 
 if TYPE_CHECKING:
@@ -71,18 +69,15 @@ def load_module_adapter(
     for file in (_CONFIG, _WEIGHTS):
         if not (folder / file).exists():
             raise refuse(f"{file} is missing")
+    # GPT-2's layers lie the other way; LoRA's own matrices do not.
+    spec = LoraSpec.read(folder / _CONFIG, refuse, fan_in_fan_out=True)
+    if spec.saved or spec.biases:
+        raise refuse("modules_to_save and bias are not supported on this base")
     try:
-        config: dict[str, Any] = json.loads((folder / _CONFIG).read_text())
         state = load_file(folder / _WEIGHTS)
-    except (SafetensorError, ValueError, OSError) as e:
-        raise refuse(f"cannot be read: {e}") from None
-    if str(config.get("peft_type", "")).upper() != "LORA":
-        raise refuse(f"peft_type is {config.get('peft_type')!r}, only LORA is served")
-    if not isinstance(config.get("r"), int) or config["r"] < 1:
-        raise refuse(f"rank r={config.get('r')!r} is not a positive whole number")
-    if not isinstance(config.get("lora_alpha"), int | float):
-        raise refuse(f"lora_alpha={config.get('lora_alpha')!r} is not a number")
-    refuse_variants(config, refuse)
+    # Also what its own reader and torch raise at headers that are well-formed but wrong.
+    except (SafetensorError, OSError, ValueError, TypeError, LookupError, RuntimeError) as e:
+        raise refuse(f"{_WEIGHTS} cannot be read: {e}") from None
 
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in state.items():
@@ -101,17 +96,15 @@ def load_module_adapter(
             raise refuse(f"{at} has only lora_{next(iter(pair))}")
         a, b = pair["A"], pair["B"]
         n_in, n_out = _sizes(decoder.linears[at])
-        rank = _pattern(config, "rank_pattern", at, config["r"])
+        rank = spec.rank_of(at)
         if tuple(a.shape) != (rank, n_in) or tuple(b.shape) != (n_out, rank):
             raise refuse(
                 f"{at}: A {tuple(a.shape)} and B {tuple(b.shape)}, expected"
                 f" {(rank, n_in)} and {(n_out, rank)}"
             )
-        alpha = _pattern(config, "alpha_pattern", at, config["lora_alpha"])
-        scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         deltas[at] = (
             a.t().to(decoder.device, decoder.dtype).contiguous(),
-            (b.t().float() * scaling).to(decoder.device, decoder.dtype).contiguous(),
+            (b.t().float() * spec.scaling_of(at)).to(decoder.device, decoder.dtype).contiguous(),
         )
     nothing = torch.empty(0, dtype=decoder.dtype, device=decoder.device)
     layout = Layout.of(decoder.shape, 0, frozenset())
@@ -122,11 +115,3 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
     """(in, out); GPT-2's Conv1D is a linear layer whose weight lies the other way."""
     first, second = (int(n) for n in getattr(module, "weight").shape)  # noqa: B009
     return (second, first) if isinstance(module, nn.Linear) else (first, second)
-
-
-def _pattern(config: dict[str, Any], name: str, module: str, default: Any) -> Any:
-    """PEFT's per-module override: a pattern is a regular expression matched at a name's end."""
-    for pattern, value in (config.get(name) or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default

@@ -57,8 +57,11 @@ class LoraSpec:
     biases: bool
 
     @classmethod
-    def read(cls, path: Path, refuse: Refuse) -> LoraSpec:
+    def read(cls, path: Path, refuse: Refuse, *, fan_in_fan_out: bool = False) -> LoraSpec:
         """From PEFT's adapter_config.json.
+
+        Args:
+            fan_in_fan_out: whether the base may hold weights as [in, out].
 
         Raises:
             AdapterRefused: it cannot be read, a field has the wrong type, or asks for what is not
@@ -71,6 +74,8 @@ class LoraSpec:
         if not isinstance(raw, dict):
             raise refuse(f"{path.name} holds no object")
         _check_features(raw, refuse)
+        if raw.get("fan_in_fan_out") and not fan_in_fan_out:
+            raise refuse("fan_in_fan_out=True is not supported: the base's weights are [out, in]")
 
         def typed(field: str, fits: Callable[[Any], bool], what: str, default: Any = None) -> Any:
             value = default if raw.get(field) is None else raw[field]
@@ -148,8 +153,6 @@ def _check_features(raw: dict[str, Any], refuse: Refuse) -> None:
     if str(raw.get("peft_type", "")).upper() != "LORA":
         raise refuse(f"peft_type is {raw.get('peft_type')!r}, only LORA is served")
     refuse_variants(raw, refuse, but=("bias", "modules_to_save"))
-    if raw.get("fan_in_fan_out"):
-        raise refuse("fan_in_fan_out=True is not supported: the base's weights are [out, in]")
 
 
 def _named(names: Names, module: str) -> bool:
