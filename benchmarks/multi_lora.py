@@ -46,6 +46,8 @@ from hybrid.wire import Sampling
 
 REQUESTS, READ, WRITTEN, ADAPTERS = 32, 64, 64, 16
 NAMES = [f"a{i}" for i in range(ADAPTERS)]
+_PAUSE_S = 3.0
+"""The threads of the server that was asked last spin for a while, on cores that others need."""
 READY = """
 import sys, torch
 from pathlib import Path
@@ -252,11 +254,17 @@ def interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
 def over_http(servers: Sequence[Server], rounds: int) -> dict[str, float]:
     """Tokens a second of 32 clients, of the base and of 16 adapters."""
     asked = prompts(REQUESTS)
+
+    def measured(server: Server, names: list[str]) -> Callable[[], float]:
+        def run() -> float:
+            time.sleep(_PAUSE_S)
+            return server.rate(asked, names, WRITTEN)
+
+        return run
+
     return interleaved(
         {
-            f"{server.name}, HTTP, {label}": lambda server=server, names=names: server.rate(
-                asked, names, WRITTEN
-            )  # type: ignore[misc]
+            f"{server.name}, HTTP, {label}": measured(server, names)
             for server in servers
             for label, names in (("base", []), ("16 adapters", NAMES))
         },
