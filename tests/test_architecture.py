@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from hybrid import sections
+from hybrid import sections, sections_training
+from hybrid.sections_base import Section
 
 SRC = Path(__file__).parents[1] / "src/hybrid"
 FILES = sorted(SRC.rglob("*.py"))
 COMMON = {
-    "__init__", "_ray_compat", "config", "sections", "errors", "pools", "registry",
-    "registry_models", "registry_records", "registry_store", "wire",
+    "__init__", "_ray_compat", "config", "sections", "sections_base", "sections_training",
+    "errors", "pools", "registry", "registry_models", "registry_records", "registry_store", "wire",
 }  # fmt: skip
 MAY_IMPORT = {
     "engine": set(),
@@ -118,11 +119,10 @@ def test_a_file_is_one_concept_and_says_which(path: Path) -> None:
 
 
 def test_every_key_of_the_configuration_is_described() -> None:
-    found = [c for c in vars(sections).values() if isinstance(c, type) and c.__doc__]
-    models = [c for c in found if issubclass(c, sections.BaseModel) and c.__name__[0] != "_"]
+    found = {**vars(sections), **vars(sections_training)}.values()
+    models = [c for c in found if isinstance(c, type) and issubclass(c, Section)]
     assert len(models) > 10
     for model in models:
-        if model is not sections.BaseModel:
-            for name, field in model.model_fields.items():
-                section = isinstance(field.default, sections.BaseModel) or field.is_required()
-                assert field.description or section, f"{model.__name__}.{name}"
+        for name, field in model.model_fields.items():
+            section = isinstance(field.default, Section) or field.is_required()
+            assert field.description or section, f"{model.__name__}.{name}"

@@ -1,4 +1,4 @@
-"""hybrid.yaml as frozen models: reading and checking it; the sections are in sections.py.
+"""hybrid.yaml as frozen models: reading and checking it; the sections are in sections*.py.
 
 `load(path)` reads and checks the file. Every error names the file, the key path, the value and
 what is allowed, with a "did you mean" for misspelt keys. Relative paths are taken from the
@@ -17,14 +17,10 @@ from pydantic import BaseModel, ValidationError
 
 from hybrid.errors import ConfigError
 from hybrid.sections import (
-    NAME,
-    AdapterConfig,
     AgentConfig,
     AgentsConfig,
     DataConfig,
-    LoraConfig,
     ModelConfig,
-    Name,
     ProjectConfig,
     RegistryConfig,
     RunConfig,
@@ -32,6 +28,16 @@ from hybrid.sections import (
     StoreConfig,
     SwarmConfig,
     TokenizerConfig,
+)
+from hybrid.sections_base import NAME, Name
+from hybrid.sections_training import (
+    AdapterConfig,
+    CheckpointConfig,
+    CompressionConfig,
+    FaultConfig,
+    LoraConfig,
+    ParallelConfig,
+    Strategy,
     TrainingConfig,
 )
 
@@ -47,6 +53,11 @@ __all__ = [
     "ModelConfig",
     "TokenizerConfig",
     "DataConfig",
+    "ParallelConfig",
+    "CompressionConfig",
+    "CheckpointConfig",
+    "FaultConfig",
+    "Strategy",
     "TrainingConfig",
     "LoraConfig",
     "AdapterConfig",

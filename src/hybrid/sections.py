@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
-Name = Annotated[str, Field(pattern=NAME)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+from hybrid.sections_base import Name, Section
+from hybrid.sections_training import AdapterConfig, TrainingConfig
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """What this project is called and where it keeps its local state."""
 
     name: Name
@@ -26,7 +22,7 @@ class RunConfig(_Section):
     """Seed of initialisation, of data order and of every micro-batch's own generator."""
 
 
-class RegistryConfig(_Section):
+class RegistryConfig(Section):
     """Where bases, adapters and releases are published."""
 
     root: str = ".hybrid/registry"
@@ -35,7 +31,7 @@ class RegistryConfig(_Section):
     """Where models from a remote registry are materialised on each machine."""
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The base model: made from these dimensions, or loaded from a Hugging Face directory."""
 
     name: Name
@@ -68,7 +64,7 @@ class ModelConfig(_Section):
         return self
 
 
-class TokenizerConfig(_Section):
+class TokenizerConfig(Section):
     """The tokenizer of a newly made base; a base from `model.source` brings its own."""
 
     vocab_size: int = Field(1024, ge=260)
@@ -77,7 +73,7 @@ class TokenizerConfig(_Section):
     """Globs or fsspec URLs the merges are learnt from; empty means `data.train`."""
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """The corpus of the base."""
 
     train: tuple[str, ...] = ()
@@ -96,113 +92,7 @@ class DataConfig(_Section):
     """How the tokenizer is made."""
 
 
-class TrainingConfig(_Section):
-    """Training of the base with FSDP2 under Ray Train."""
-
-    steps: int = Field(200, ge=1)
-    """Optimiser steps."""
-    sequence_length: int = Field(128, ge=8)
-    """Tokens of one packed sequence."""
-    micro_batch: int = Field(8, ge=1)
-    """Sequences in a micro-batch: the unit dealt to ranks."""
-    micro_batches: int = Field(4, ge=1)
-    """Micro-batches in a step, whatever the world size:
-    tokens per step = sequence_length x micro_batch x micro_batches."""
-    lr: float = Field(3e-3, gt=0)
-    """Peak learning rate."""
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    """The cosine's floor as a share of `lr`."""
-    warmup_steps: int = Field(20, ge=0)
-    """Steps of linear warm-up."""
-    weight_decay: float = Field(0.1, ge=0)
-    """AdamW weight decay on matrices."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW betas."""
-    clip: float = Field(1.0, gt=0)
-    """Global gradient norm is clipped to this."""
-    strategy: Literal["fsdp", "ddp", "single"] = "fsdp"
-    """How the model is spread over workers."""
-    precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """`auto` is bfloat16 compute with float32 parameters and reduction where the GPU has it."""
-    workers: int = Field(2, ge=1)
-    """Ray Train workers; each takes one slot of the gpu pool."""
-    cpus_per_worker: float = Field(1, gt=0)
-    """CPUs a worker reserves, and torch threads it runs where there is no GPU."""
-    checkpoint_every: int = Field(50, ge=1)
-    """Steps between checkpoints."""
-    keep_checkpoints: int = Field(2, ge=1)
-    """Committed checkpoints kept."""
-    eval_every: int = Field(100, ge=1)
-    """Steps between held-out evaluations; the last step is always evaluated."""
-    eval_sequences: int = Field(64, ge=1)
-    """Held-out sequences evaluated, at most."""
-    max_failures: int = Field(2, ge=-1)
-    """Worker-group restarts Ray Train makes before it gives up (-1: no limit)."""
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimiser step, the same for every world size."""
-        return self.sequence_length * self.micro_batch * self.micro_batches
-
-
-class LoraConfig(_Section):
-    """Shape and training of a LoRA adapter (PEFT's format)."""
-
-    rank: int = Field(8, ge=1)
-    """Rank of A and B."""
-    alpha: float = Field(16, gt=0)
-    """Scaling numerator: the delta is alpha / rank x B A."""
-    targets: tuple[str, ...] = (
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    )  # fmt: skip
-    """Names of the projections that get an adapter."""
-    dropout: float = Field(0.05, ge=0, lt=1)
-    """Dropout on the adapter's input while training."""
-    steps: int = Field(200, ge=1)
-    """Optimiser steps."""
-    batch: int = Field(32, ge=1)
-    """Rows a step."""
-    lr: float = Field(2e-3, gt=0)
-    """Peak learning rate (cosine, 5 % warm-up)."""
-    weight_decay: float = Field(0.0, ge=0)
-    """AdamW weight decay."""
-
-
-class AdapterConfig(_Section):
-    """One specialist: its rows, its template, how it is judged."""
-
-    train: str
-    """JSONL of {"input": …, "output": …}; `output` may be a list of acceptable answers (a set),
-    of which the first is trained on."""
-    holdout: str
-    """JSONL of the same shape, judged and never trained on."""
-    template: str = "{input}\n"
-    """The prompt: must contain {input}. The answer follows it, then the end-of-text token."""
-    kind: Literal["choice", "generate"] = "choice"
-    """`choice` scores a closed set of answers; `generate` decodes greedily."""
-    choices: str | None = None
-    """JSON file with the list of choices; by default the distinct outputs of `train`."""
-    candidates: str | None = None
-    """`FILE.py:function` or dotted path of `(input: str) -> list[str]`: the choices of each input,
-    made from it (extraction), in place of one closed set."""
-    augment: str | None = None
-    """`FILE.py:function` or dotted path of `(input: str, rng: random.Random) -> str`, applied
-    to every training row anew each epoch."""
-    lora: LoraConfig = LoraConfig()
-    """Shape and training."""
-    margin: float = Field(0.02, ge=0)
-    """Held-out exact match must beat the majority class by this, or nothing is published."""
-    max_holdout: int = Field(1000, ge=1)
-    """Held-out rows judged, at most (the first ones)."""
-
-    @model_validator(mode="after")
-    def _template_has_input(self) -> AdapterConfig:
-        if "{input}" not in self.template:
-            raise ValueError("template must contain {input}")
-        return self
-
-
-class ServingConfig(_Section):
+class ServingConfig(Section):
     """The model deployment and the gateway."""
 
     host: str = "127.0.0.1"
@@ -239,7 +129,7 @@ class ServingConfig(_Section):
     """Bearer keys the endpoint accepts, as `tenant:key`; empty means open (bind to localhost)."""
 
 
-class StoreConfig(_Section):
+class StoreConfig(Section):
     """The Redis-protocol store behind the agents."""
 
     url: str | None = None
@@ -267,7 +157,7 @@ class StoreConfig(_Section):
     """Seconds a finished task is kept."""
 
 
-class AgentConfig(_Section):
+class AgentConfig(Section):
     """One agent: what it is for, which adapter it speaks through, how it behaves."""
 
     model_config = ConfigDict(allow_inf_nan=False)  # it is kept as JSON
@@ -305,7 +195,7 @@ class AgentConfig(_Section):
     """Free settings of a custom behaviour."""
 
 
-class SwarmConfig(_Section):
+class SwarmConfig(Section):
     """The hosts that run agents."""
 
     hosts: int = Field(2, ge=0)
@@ -324,7 +214,7 @@ class SwarmConfig(_Section):
     """Tasks in flight on one host."""
 
 
-class AgentsConfig(_Section):
+class AgentsConfig(Section):
     """The agents and the hosts they run on."""
 
     swarm: SwarmConfig = SwarmConfig()
@@ -333,7 +223,7 @@ class AgentsConfig(_Section):
     """Agents by name."""
 
 
-class ProjectConfig(_Section):
+class ProjectConfig(Section):
     """The whole of hybrid.yaml."""
 
     run: RunConfig

@@ -19,7 +19,8 @@ from hybrid.config import ProjectConfig
 from hybrid.errors import CheckpointError, TrainingError
 from hybrid.training.corpus import prepare_once
 from hybrid.training.data import prepare_data
-from hybrid.training.loop import Job, learning_rate, train
+from hybrid.training.loop import Job, train
+from hybrid.training.optimizer import learning_rate
 from hybrid.training.progress import read_progress
 
 DEBUG = Path(__file__).parents[2] / "examples/debug/hybrid.yaml"
@@ -29,7 +30,7 @@ GOLDEN_WITHIN = 0.02
 
 
 def project(folder: Path, **training: Any) -> ProjectConfig:
-    settings = {"steps": 8, "checkpoint_every": 4, "eval_every": 8, **training}
+    settings = {"steps": 8, "checkpoint.every": 4, "eval_every": 8, **training}
     loaded = config.load(DEBUG, {f"training.{k}": v for k, v in settings.items()})
     dumped = loaded.model_dump(mode="json")
     for section, key in (("data", "train"), ("data", "holdout")):

@@ -27,7 +27,7 @@ def project(folder: Path, source: Path) -> ProjectConfig:
     (folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     training = {
         "steps": 2, "sequence_length": 16, "micro_batch": 2, "micro_batches": 1,
-        "warmup_steps": 0, "strategy": "single", "checkpoint_every": 2, "eval_every": 2,
+        "warmup_steps": 0, "strategy": "single", "checkpoint": {"every": 2}, "eval_every": 2,
     }  # fmt: skip
     return config.parse(
         {

@@ -156,14 +156,16 @@ class LocalCluster:
 
     def _spec(self, bound: bool) -> dict[str, Any]:
         training, serving = self.config.training, self.config.serving
-        slots = training.workers + serving.replicas
+        slots = training.most_workers + serving.replicas
         return {
             "dir": str(self.dir),
             "code": str(self.config.run.dir.parent),
             "bound": bound,
             "gpu": {
                 "slots": slots,
-                "cpus": int(training.workers * training.cpus_per_worker + serving.replicas + 1),
+                "cpus": int(
+                    training.most_workers * training.cpus_per_worker + serving.replicas + 1
+                ),
             },
             "agents": {"nodes": max(1, self.config.agents.swarm.hosts)},
             "store": None

@@ -21,6 +21,7 @@ from hybrid.errors import TrainingError
 from hybrid.training.checkpoint import Checkpoints
 from hybrid.training.data import PreparedData, ShardSet, load_tokenizer
 from hybrid.training.model import build_model, save_model
+from hybrid.training.optimizer import learning_rate, make_optimizer
 from hybrid.training.parallel import Precision, World, spread
 from hybrid.training.progress import Progress
 from hybrid.training.step import evaluate, train_step
@@ -88,7 +89,8 @@ def train(
     parameters = sum(p.numel() for p in model.parameters())
     model = spread(model, settings.strategy, precision, world)
     optimizer = make_optimizer(model, settings)
-    checkpoints = Checkpoints(job.checkpoints, world, settings.keep_checkpoints)
+    every = 50 if settings.checkpoint.every == "auto" else settings.checkpoint.every
+    checkpoints = Checkpoints(job.checkpoints, world, settings.checkpoint.keep)
     restored = checkpoints.restore(model, optimizer)
 
     peak = device_peak(world.device, precision)
@@ -142,7 +144,7 @@ def train(
             pulse = time.monotonic()
             report({"step": done, **metrics})
             reclaimed = notice()
-        if reclaimed or done % settings.checkpoint_every == 0 or done == settings.steps:
+        if reclaimed or done % every == 0 or done == settings.steps:
             checkpoints.save(done, model, optimizer)
             progress.write("checkpoint", step=done)
 
@@ -160,33 +162,6 @@ def train(
     }
     progress.write("finished", step=settings.steps, metrics=final)
     return final
-
-
-def learning_rate(step: int, settings: TrainingConfig) -> float:
-    """Linear warm-up, then half a cosine (Loshchilov & Hutter 2017) down to the floor.
-
-    Args:
-        step: counted from 0.
-    """
-    if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
-    span = max(1, settings.steps - settings.warmup_steps - 1)
-    share = min(1.0, (step - settings.warmup_steps) / span)
-    floor = settings.lr * settings.min_lr_ratio
-    return floor + (settings.lr - floor) * 0.5 * (1 + math.cos(math.pi * share))
-
-
-def make_optimizer(model: nn.Module, settings: TrainingConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019); weight decay on matrices, none on gains."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {
-            "params": [p for p in parameters if p.ndim >= 2],
-            "weight_decay": settings.weight_decay,
-        },
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
 
 
 def export(model: nn.Module, tokenizer: Any, folder: Path, world: World) -> None:

@@ -69,7 +69,7 @@ def specialise(
         return done
     check_slots(1, config.training.cpus_per_worker)
     free = int(ray.available_resources().get(GPU.resource, 1))
-    count = max(1, min(len(todo), config.training.workers, free))
+    count = max(1, min(len(todo), config.training.most_workers, free))
     folders = {name: config.run.dir / "adapters" / runs[name] for name in todo}
     with contextlib.ExitStack() as followers:
         for name, folder in folders.items():

@@ -71,7 +71,7 @@ def train_base(
         return found
     results = job.folder / "result.json"
     if not results.exists():
-        check_slots(config.training.workers, config.training.cpus_per_worker)
+        check_slots(config.training.fewest_workers, config.training.cpus_per_worker)
         job.folder.mkdir(parents=True, exist_ok=True)
         with Follower(job.folder, say):
             metrics = _fit(job)
@@ -89,13 +89,12 @@ def train_base(
 def default_run_id(config: ProjectConfig, data_digest: str) -> str:
     """The project's name and a digest of model, training settings, seed and data.
 
-    Worker count and checkpoint settings are left out: they do not change what is learnt.
+    Workers, strategy, checkpoints and faults are left out: they do not change what is learnt.
     """
     training = config.training.model_dump(
         mode="json",
-        exclude={"workers", "cpus_per_worker", "checkpoint_every", "keep_checkpoints",
-                 "max_failures"},
-    )  # fmt: skip
+        exclude={"workers", "cpus_per_worker", "strategy", "parallel", "checkpoint", "faults"},
+    )
     decides = [config.model.model_dump(mode="json"), training, config.run.seed, data_digest]
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
     return f"{config.run.name}-{digest[:12]}"
@@ -165,7 +164,7 @@ def _fit(job: Job) -> dict[str, Any]:
             # would make it resume what it remembers.
             name=f"{job.run_id}-{uuid.uuid4().hex[:6]}",
             storage_path=str(job.config.run.dir.resolve() / "ray_train"),
-            failure_config=FailureConfig(max_failures=settings.max_failures),
+            failure_config=FailureConfig(max_failures=settings.faults.max_failures),
         ),
     )
     try:
