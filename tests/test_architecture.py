@@ -24,6 +24,8 @@ MAY_IMPORT = {
     "serving": {"engine"},
     "agents": set(),
     "gateway": {"serving", "agents"},
+    "audit": set(),
+    "planning": set(),
     "cluster": {"agents"},  # the local cluster starts the embedded store
 }
 OUTER = {
