@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 Axis = Literal["identity", "health"]
 Severity = Literal["note", "degraded", "unfit", "contradicted"]
-"""`contradicted` is of identity; `degraded` and `unfit` are of health; `note` changes no verdict."""
+"""`contradicted` is of identity; `degraded`, `unfit` are of health; `note` changes no verdict."""
 Scalar = float | int | str | bool | None
 
 
