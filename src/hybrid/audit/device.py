@@ -172,9 +172,9 @@ class CpuDevice:
 
     def load_latency(self, footprint: int, loads: int) -> float:
         """Many chains side by side, for one at a time would measure Python."""
-        chains = 1024
-        table = cycle(footprint // 8, torch.int64)
-        at = torch.arange(chains) * (len(table) // chains)
+        chains, line = 1024, 8  # words of 8 bytes
+        table = cycle(footprint // 8, torch.int64, stride=line)
+        at = torch.arange(chains) * (len(table) // chains // line * line)
         table.sum()  # into whatever caches it fits
         start = time.perf_counter()
         for _ in range(max(1, loads // chains)):

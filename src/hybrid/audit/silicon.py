@@ -41,10 +41,11 @@ def probe_silicon(device: Device, level: Level) -> list[Reading]:
 def probe_cache(device: Device, level: Level) -> list[Reading]:
     """The last-level cache by the time of dependent loads over growing footprints."""
     free = device.memory()[0]
+    largest = 256 if device.kind == "cuda" else 64
     curve = tuple(
-        (float(size * MIB), device.load_latency(size * MIB, level.latency_loads) * 1e9)
+        (float(size * MIB), _latency_ns(device, size * MIB, level))
         for size in _FOOTPRINTS_MIB
-        if size * MIB * 8 < free
+        if size <= largest and size * MIB * 8 < free
     )
     size = cache_size(curve)
     return [
@@ -53,6 +54,11 @@ def probe_cache(device: Device, level: Level) -> list[Reading]:
             source="pointer chase", curve=curve,
         )
     ]  # fmt: skip
+
+
+def _latency_ns(device: Device, footprint: int, level: Level) -> float:
+    """The shortest of three: whoever interrupts only makes it longer."""
+    return min(device.load_latency(footprint, level.latency_loads) for _ in range(3)) * 1e9
 
 
 def cache_size(curve: Sequence[tuple[float, float]]) -> float | None:
@@ -119,7 +125,7 @@ def probe_matmul(device: Device, level: Level) -> list[Reading]:
 
 def _product_times(device: Device, kind: str, level: Level) -> tuple[int, Times]:
     """(rows, times) of the smallest square product that takes long enough to be timed."""
-    rows = 256
+    rows = 512
     while True:
         a, b = device.operands(kind, rows)
         times = measure(
