@@ -10,9 +10,9 @@ then does the driver choose one product, have it sent, and check it:
    matrix-vector products (R. Freivalds, "Probabilistic machines can use less running time",
    IFIP 1977).
 
-All entries of A and B are whole and in [-8, 7], so every sum is whole and at most 64 k < 2^24: exact
-in float32, in TF32 with float32 accumulation and in any order of summation. There is no tolerance:
-the right answer is one bit pattern on every device, and that is why answers of all GPUs to one
+All entries of A and B are whole and in [-8, 7], so every sum is whole and at most 64 k < 2^24:
+exact in float32, in TF32 with float32 accumulation and in any order. There is no tolerance: the
+right answer is one bit pattern on every device, and that is why answers of all GPUs to one
 common seed, and repeats of it, are compared bit by bit.
 
 Error: with x uniform in [0, 2^20)^n a wrong product passes one check with probability of at most
@@ -98,9 +98,7 @@ def _noise(seed: int, stream: int, count: int, device: torch.device) -> torch.Te
     return _scramble(torch.arange(count, device=device) + start.to(device))
 
 
-def operands(
-    seed: int, shape: Shape, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def operands(seed: int, shape: Shape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """A [m, k] and B [k, n] of a seed: float32, whole numbers in [-8, 7]."""
     made = []
     for stream, (rows, columns) in enumerate(((shape.m, shape.k), (shape.k, shape.n))):
@@ -112,18 +110,18 @@ def operands(
 
 def order(seed: int, t: int, shape: Shape, device: torch.device) -> torch.Tensor:
     """The order of B's rows in product t: int64 [k]."""
-    return torch.argsort(_noise(seed, 2 + t, shape.k, device), stable=True)
+    return torch.sort(_noise(seed, 2 + t, shape.k, device), stable=True).indices
 
 
 def product(
     device: Device, a: torch.Tensor, b: torch.Tensor, seed: int, t: int, shape: Shape
 ) -> torch.Tensor:
     """Product t, float32 [m, n], by the device's own matrix product."""
-    return device.matmul(a, b[order(seed, t, shape, device.torch)], _kind(device))
+    return device.matmul(a, b[order(seed, t, shape, device.place)], _kind(device))
 
 
 def _kind(device: Device) -> str:
-    return "tf32" if device.kind == "cuda" and device.torch.type == "cuda" else "fp32"
+    return "tf32" if device.kind == "cuda" and device.place.type == "cuda" else "fp32"
 
 
 def fingerprint(c: torch.Tensor) -> torch.Tensor:
@@ -132,12 +130,13 @@ def fingerprint(c: torch.Tensor) -> torch.Tensor:
     Not linear in C, so it does not follow from A (B w).
     """
     columns = torch.arange(c.shape[1], device=c.device, dtype=torch.int64) << 32
-    return _scramble(c.to(torch.int64) ^ columns).sum(dim=1)
+    mixed = _scramble(c.to(torch.int64) ^ columns)
+    return mixed.sum(dim=1)
 
 
 def answer(device: Device, seed: int, shape: Shape) -> Answer:
     """Do the work of a challenge on a device (on the node)."""
-    a, b = operands(seed, shape, device.torch)
+    a, b = operands(seed, shape, device.place)
     found = [fingerprint(product(device, a, b, seed, t, shape)) for t in range(shape.products)]
     stacked = torch.stack(found).cpu()
     return Answer(stacked.numpy().tobytes())
@@ -145,7 +144,7 @@ def answer(device: Device, seed: int, shape: Shape) -> Answer:
 
 def reveal(device: Device, seed: int, shape: Shape, t: int) -> bytes:
     """Product t in full, int32 [m, n], as bytes (on the node, after the commitment)."""
-    a, b = operands(seed, shape, device.torch)
+    a, b = operands(seed, shape, device.place)
     return product(device, a, b, seed, t, shape).to(torch.int32).cpu().numpy().tobytes()
 
 
@@ -164,7 +163,9 @@ def check(seed: int, shape: Shape, given: Answer, t: int, revealed: bytes) -> st
     a, b = (x.to(torch.float64) for x in operands(seed, shape, here))
     b = b[order(seed, t, shape, here)]
     # The driver's entropy, so that the node cannot know x. All sums are whole and below 2^53.
-    words = torch.frombuffer(bytearray(secrets.token_bytes(4 * shape.n * _CHECKS)), dtype=torch.int32)
+    words = torch.frombuffer(
+        bytearray(secrets.token_bytes(4 * shape.n * _CHECKS)), dtype=torch.int32
+    )
     x = (words & ((1 << _X_BITS) - 1)).to(torch.float64).view(shape.n, _CHECKS)
     if not torch.equal(c.to(torch.float64) @ x, a @ (b @ x)):
         return f"product {t} is wrong (Freivalds)"

@@ -59,14 +59,14 @@ def sweep(device: Device, ring: Ring, level: Level) -> dict[str, Any]:
         whose result was not the sum; `pairs`: [[node, node, GiB/s]] of this rank's exchanges.
         Every rank returns the same curve.
     """
-    backend = "nccl" if device.torch.type == "cuda" else "gloo"
+    backend = "nccl" if device.place.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
         init_method=ring.store,
         rank=ring.rank,
         world_size=ring.world,
         timeout=timedelta(seconds=ring.timeout_s),
-        device_id=device.torch if backend == "nccl" else None,
+        device_id=device.place if backend == "nccl" else None,
     )
     try:
         most = level.cpu_reduce_bytes if backend == "gloo" else device.memory()[0] // 4
@@ -83,7 +83,7 @@ def sweep(device: Device, ring: Ring, level: Level) -> dict[str, Any]:
 
 def _all_reduce(device: Device, ring: Ring, size: int, budget_s: float) -> tuple[float, bool]:
     """(median seconds of the slowest rank, whether the sum was right) for one size in bytes."""
-    words = torch.arange(size // 4, device=device.torch) % _WORDS
+    words = torch.arange(size // 4, device=device.place) % _WORDS
     buffer = (words + ring.rank).to(torch.float32)
     dist.all_reduce(buffer)
     # Whole numbers far below 2^24: the sum is exact in every order.
@@ -100,14 +100,14 @@ def _all_reduce(device: Device, ring: Ring, size: int, budget_s: float) -> tuple
         seconds.append(time.perf_counter() - start)
         buffer.fill_(1.0)
         # All ranks stop at the same repeat: the slowest decides.
-        spent = torch.tensor([sum(seconds)], device=device.torch, dtype=torch.float32)
+        spent = torch.tensor([sum(seconds)], device=device.place, dtype=torch.float32)
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
         if spent.item() > budget_s and len(seconds) >= 3:
             break
     result = torch.tensor(
         [statistics.median(seconds), 0.0 if correct else 1.0],
-        device=device.torch,
-        dtype=torch.float64 if device.torch.type == "cpu" else torch.float32,
+        device=device.place,
+        dtype=torch.float64 if device.place.type == "cpu" else torch.float32,
     )
     dist.all_reduce(result, op=dist.ReduceOp.MAX)
     return float(result[0].item()), result[1].item() == 0.0
@@ -128,8 +128,8 @@ def rounds(nodes: int) -> list[list[tuple[int, int]]]:
 def _pairs(device: Device, ring: Ring) -> list[list[float]]:
     """Exchanges between the first ranks of every two nodes, both ways at once, round by round."""
     first = {node: ring.group.index(node) for node in dict.fromkeys(ring.group)}
-    size = 64 * MIB if device.torch.type == "cuda" else 2 * MIB
-    mine = torch.zeros(size // 4, device=device.torch)
+    size = 64 * MIB if device.place.type == "cuda" else 2 * MIB
+    mine = torch.zeros(size // 4, device=device.place)
     theirs = torch.empty_like(mine)
     found = []
     for games in rounds(len(first)):

@@ -99,12 +99,14 @@ def cores(claimed: float | None, seconds: float, rounds: int = 3) -> list[Readin
     (two hardware threads of one core gain little, which is not a fault).
 
     Args:
-        claimed: cores paid for; None: what the kernel says within the cgroup's quota.
+        claimed: cores paid for (more than the kernel shows are only a scheduler's slots); None:
+            what the kernel shows, within the cgroup's quota.
         seconds: of each of `rounds` rounds; the best counts, for others may be working too.
     """
     quota, online = host.cpu_quota(), host.online_cores()
     if claimed is None:
-        claimed = min(float(online), quota) if quota is not None else float(online)
+        claimed = quota if quota is not None else online
+    claimed = min(float(online), claimed)
     count = max(1, round(claimed))
     affinity = host.affinity()
     allowed = float(affinity) if quota is None else min(affinity, quota)
@@ -192,7 +194,7 @@ def memory(claimed: int | None, budget: int, seed: int | None = None) -> list[Re
     that neither compression nor merging of like pages helps), and is read back in random order.
 
     Args:
-        claimed: bytes paid for; None: what the kernel says.
+        claimed: bytes paid for; None: nobody says, and what may be used is taken for it.
         budget: bytes touched at most.
         seed: of the order; None: of the system's entropy.
     """
@@ -203,7 +205,7 @@ def memory(claimed: int | None, budget: int, seed: int | None = None) -> list[Re
     detail = {"touched_bytes": size, "wrong_pages": wrong, "limit_bytes": limit, "total": total}
     return [
         Reading(
-            name="cpu.memory_bytes_claimed", value=claimed if claimed is not None else total,
+            name="cpu.memory_bytes_claimed", value=claimed if claimed is not None else usable,
             unit="byte", source="claim", fakeable=True,
         ),
         Reading(

@@ -1,4 +1,4 @@
-"""One NVIDIA GPU behind the probe interface: torch, and kernels of our own where it must be real."""
+"""One NVIDIA GPU behind the probe interface: torch, and kernels of our own where need be."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class CudaDevice:
 
     def __init__(self, index: int) -> None:
         self.index: int | None = index
-        self.torch = torch.device("cuda", index)
-        torch.cuda.set_device(self.torch)
-        properties: Any = torch.cuda.get_device_properties(self.torch)
+        self.place = torch.device("cuda", index)
+        torch.cuda.set_device(self.place)
+        properties: Any = torch.cuda.get_device_properties(self.place)
         self._properties = properties
         numbers = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
         self.bus_id = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
@@ -57,16 +57,16 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         """cudaDeviceSynchronize."""
-        torch.cuda.synchronize(self.torch)
+        torch.cuda.synchronize(self.place)
 
     def memory(self) -> tuple[int, int]:
         """cudaMemGetInfo."""
-        free, total = torch.cuda.mem_get_info(self.torch)
+        free, total = torch.cuda.mem_get_info(self.place)
         return int(free), int(total)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Device memory."""
-        return torch.empty(nbytes // 8, dtype=torch.int64, device=self.torch)
+        return torch.empty(nbytes // 8, dtype=torch.int64, device=self.place)
 
     def release(self) -> None:
         """Empty torch's cache."""
@@ -82,7 +82,7 @@ class CudaDevice:
 
     def operands(self, kind: str, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """fp8's second operand is column-major, as cuBLASLt asks."""
-        a, b = make_operands(self.torch, kind, rows)
+        a, b = make_operands(self.place, kind, rows)
         return (a, b.t().contiguous().t()) if kind == "fp8" else (a, b)
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, kind: str) -> torch.Tensor:
@@ -90,7 +90,7 @@ class CudaDevice:
         torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
         try:
             if kind == "fp8":
-                one = torch.ones((), device=self.torch)
+                one = torch.ones((), device=self.place)
                 return torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16)
             return torch._int_mm(a, b) if kind == "int8" else a @ b
         except torch.OutOfMemoryError:
@@ -104,7 +104,7 @@ class CudaDevice:
     def units(self) -> Sequence[int]:
         """Every `%smid` that one of 16,384 long blocks ran on. Ids need not be contiguous."""
         kernel = cuda_kernels.compile_kernel(cuda_kernels.COVERAGE, "coverage")
-        seen = torch.zeros(cuda_kernels.MAX_SM_ID, dtype=torch.int32, device=self.torch)
+        seen = torch.zeros(cuda_kernels.MAX_SM_ID, dtype=torch.int32, device=self.place)
         kernel(grid=(16384, 1, 1), block=(32, 1, 1), args=[seen, 50_000])
         self.synchronize()
         return [int(i) for i in seen.nonzero().flatten().tolist()]
@@ -113,8 +113,8 @@ class CudaDevice:
         """One thread follows a random cycle over L2 lines, past L1."""
         if self._chase is None:
             self._chase = cuda_kernels.compile_kernel(cuda_kernels.CHASE, "chase")
-        table = cycle(footprint // 4, torch.int32, stride=_LINE // 4).to(self.torch)
-        at = torch.zeros(1, dtype=torch.int32, device=self.torch)
+        table = cycle(footprint // 4, torch.int32, stride=_LINE // 4).to(self.place)
+        at = torch.zeros(1, dtype=torch.int32, device=self.place)
         one = {"grid": (1, 1, 1), "block": (1, 1, 1)}
         table.sum()
         self._chase(**one, args=[table, at, loads // 4])
@@ -127,9 +127,7 @@ class CudaDevice:
     def capability(self) -> str | None:
         """The newest compute capability of which a binary runs here."""
         found = [
-            c
-            for c in cuda_kernels.ARCHITECTURES
-            if cuda_kernels.runs_binary_of(c, self.torch)
+            c for c in cuda_kernels.ARCHITECTURES if cuda_kernels.runs_binary_of(c, self.place)
         ]
         return found[-1] if found else None
 
@@ -189,7 +187,7 @@ class CudaDevice:
 
     def reachable_directly(self, peer: torch.device) -> bool:
         """cudaDeviceCanAccessPeer."""
-        return torch.cuda.can_device_access_peer(self.torch, peer)
+        return torch.cuda.can_device_access_peer(self.place, peer)
 
 
 def _nvml_handle(bus_id: str) -> Any:

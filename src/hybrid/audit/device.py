@@ -61,13 +61,13 @@ class Device(Protocol):
     Attributes:
         kind: "cuda" or "cpu".
         index: of the GPU on its node; None for the CPU.
-        torch: where tensors are made.
+        place: where tensors are made.
         largest: the most rows of a square product that makes sense here.
     """
 
     kind: str
     index: int | None
-    torch: torch.device
+    place: torch.device
     largest: int
 
     def attributes(self) -> dict[str, Scalar]:
@@ -127,7 +127,7 @@ class CpuDevice:
     largest = 2048
 
     def __init__(self) -> None:
-        self.torch = torch.device("cpu")
+        self.place = torch.device("cpu")
 
     def attributes(self) -> dict[str, Scalar]:
         """The kernel's own words."""
@@ -158,7 +158,7 @@ class CpuDevice:
 
     def operands(self, kind: str, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Small whole numbers, exact in every kind."""
-        return make_operands(self.torch, kind, rows)
+        return make_operands(self.place, kind, rows)
 
     def matmul(self, a: torch.Tensor, b: torch.Tensor, kind: str) -> torch.Tensor:
         """torch's product; what has no real implementation on CPUs is refused."""
@@ -211,9 +211,7 @@ class CpuDevice:
         return False
 
 
-def make_operands(
-    device: torch.device, kind: str, rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def make_operands(device: torch.device, kind: str, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two [rows, rows] matrices of whole numbers in [-4, 4], exact in every kind."""
     generator = torch.Generator(device=device).manual_seed(rows)
     shape = (rows, rows)

@@ -107,7 +107,7 @@ def memory_total(root: Path = ROOT) -> int | None:
 
 
 def memory_available(root: Path = ROOT) -> int | None:
-    """Bytes that can be taken without swapping: the kernel's estimate, within the cgroup's limit."""
+    """Bytes that can be taken without swapping, as the kernel and the cgroup see it."""
     found = [_meminfo(root, "MemAvailable")]
     limit, used = memory_limit(root), memory_used(root)
     if limit is not None and used is not None:

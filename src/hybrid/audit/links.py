@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,9 +55,7 @@ def probe_copies(device: Device, level: Level) -> list[Reading]:
     with Sampler(device.link) as sampler:
         for name, to, source in (("h2d", there, here), ("d2h", here, there)):
             times[name] = measure(
-                lambda to=to, source=source: device.copy(to, source),
-                device.synchronize,
-                budget_s=level.work_s,
+                partial(device.copy, to, source), device.synchronize, budget_s=level.work_s
             )
     links: list[Link] = sampler.samples
     found = [

@@ -1,4 +1,4 @@
-"""Device memory: how much is really there, does it keep what it is given, and how fast is each part.
+"""Device memory: how much is there, whether it keeps what it is given, how fast each part is.
 
 Memory that is really the host's, behind a driver that pretends, is there and keeps its content: it
 only runs at the speed of the link. So every chunk is timed by itself, all of them held at once.

@@ -1,4 +1,4 @@
-"""Readings of a device under its own prefix: `measured.` of a GPU, `cpu.` of the CPU."""
+"""Readings of a device under its prefix: `measured.` of a GPU, `cpu.torch.` of the CPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def reading(
     curve: tuple[tuple[float, float], ...] = (),
     detail: dict[str, Any] | None = None,
 ) -> Reading:
-    """A reading called `measured.NAME` of a GPU, or `cpu.NAME` where the CPU took its place."""
-    prefix = "measured" if device.kind == "cuda" else "cpu"
+    """A reading called `measured.NAME` of a GPU, `cpu.torch.NAME` where the CPU takes its place."""
+    prefix = "measured" if device.kind == "cuda" else "cpu.torch"
     return Reading(
         name=f"{prefix}.{name}",
         value=value,

@@ -21,8 +21,13 @@ class ProbeFailed(Exception):
     """A command had no result; `outcome` is "timed-out", "died" or "failed"."""
 
     def __init__(self, outcome: str, text: str) -> None:
-        super().__init__(text)
+        super().__init__(outcome, text)
         self.outcome = outcome
+        self.text = text
+
+    def __str__(self) -> str:
+        """What happened, without the outcome's name."""
+        return self.text
 
 
 class ProbeProcess:
@@ -83,8 +88,14 @@ class ProbeProcess:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._kill()
-        self._log = tempfile.TemporaryFile()
-        environment = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", **self._environment}
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by _kill
+        environment = {
+            **os.environ,
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            # What this process can import, the worker can: a job's working directory, for one.
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            **self._environment,
+        }
         environment.pop("OMP_NUM_THREADS", None)  # Ray's, for tasks that hold a CPU
         if environment.get("CUDA_VISIBLE_DEVICES") == "":
             environment.pop("CUDA_VISIBLE_DEVICES")  # Ray's, for tasks that hold no GPU

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from hybrid.audit.device import KINDS, Device, NotOnThisDevice
 from hybrid.audit.level import Level
@@ -100,9 +101,7 @@ def probe_matmul(device: Device, level: Level) -> list[Reading]:
             rows, times = _product_times(device, kind, level)
         except NotOnThisDevice as e:
             found.append(
-                reading(
-                    device, f"matmul_tflops.{kind}", None, "TFLOP/s", detail={"absent": str(e)}
-                )
+                reading(device, f"matmul_tflops.{kind}", None, "TFLOP/s", detail={"absent": str(e)})
             )
             continue
         work = 2 * rows**3 / 1e12
@@ -119,7 +118,12 @@ def probe_matmul(device: Device, level: Level) -> list[Reading]:
     if device.kind == "cpu":
         best = next(r for r in found if r.name.endswith("fp32"))
         value = None if not isinstance(best.value, float) else 1000 * best.value
-        found.append(reading(device, "matmul_gflops", value, "GFLOP/s", detail=best.detail))
+        found.append(
+            Reading(
+                name="cpu.matmul_gflops", value=value, unit="GFLOP/s", source="torch",
+                fakeable=False, detail=best.detail,
+            )
+        )  # fmt: skip
     return found
 
 
@@ -128,12 +132,9 @@ def _product_times(device: Device, kind: str, level: Level) -> tuple[int, Times]
     rows = 512
     while True:
         a, b = device.operands(kind, rows)
-        times = measure(
-            lambda a=a, b=b: device.matmul(a, b, kind), device.synchronize, budget_s=0, fewest=2
-        )
+        work = partial(device.matmul, a, b, kind)
+        times = measure(work, device.synchronize, budget_s=0, fewest=2)
         if times.best >= _ENOUGH_S or 2 * rows > device.largest:
             break
         rows *= 2
-    return rows, measure(
-        lambda: device.matmul(a, b, kind), device.synchronize, budget_s=level.work_s
-    )
+    return rows, measure(work, device.synchronize, budget_s=level.work_s)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,14 @@ class Worker:
         handler: Callable[[dict[str, Any]], Reply] = getattr(self, f"do_{name}")
         return handler(command)
 
+    def do_devices(self, command: dict[str, Any]) -> Reply:
+        """What there is to audit: every GPU, else the CPU, else (without torch) nothing."""
+        try:
+            import torch
+        except ModuleNotFoundError:
+            return [], b""
+        return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"], b""
+
     def do_open(self, command: dict[str, Any]) -> Reply:
         """Load torch and take hold of the device."""
         return (self.device.attributes() if self.spec != "host" else {}), b""
@@ -109,8 +119,16 @@ class Worker:
         return collectives.sweep(self.device, ring, Level(**command["level"])), b""
 
 
+def _end_with_parent(parent: int) -> None:
+    """A worker in the middle of a long probe does not see that its stdin ended."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main(spec: str) -> None:
     """Serve commands until stdin ends."""
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # NCCL and others print; stdout is the protocol's
     worker = Worker(spec)
