@@ -1,7 +1,8 @@
 """The driver of an audit: all nodes and all devices at once, and nobody waits for one that hangs.
 
 Knows no Ray: a member is anything with `call(method, …) → Future` (`run.LocalMember`, and the Ray
-actor of `cluster.RayMember`). Phases: describe, host probes, device probes, challenges, collectives.
+actor of `cluster.RayMember`). Phases: describe, probes of the host and of each device, challenges,
+collectives.
 """
 
 from __future__ import annotations
