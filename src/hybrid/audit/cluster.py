@@ -79,7 +79,6 @@ def nodes_of(pool: PoolName) -> list[dict[str, Any]]:
 
 def audit_cluster(
     level: Level,
-    folder: str,
     *,
     pool: PoolName = "gpu",
     devices: tuple[str, ...] | None = None,
@@ -91,7 +90,6 @@ def audit_cluster(
 
     Args:
         level: the budgets.
-        folder: for the disk probe on every node.
         pool: which nodes.
         devices: specs on every node; None: each node's GPUs, else its CPU.
         on_progress: see `audit_here`.
@@ -106,7 +104,7 @@ def audit_cluster(
         name = node["NodeManagerHostname"]
         if shared[name] > 1:
             name = f"{name}-{node['NodeID'][:8]}"
-        plan = Plan(level=level, folder=folder, devices=devices, **_claims(node["Resources"]))
+        plan = Plan(level=level, devices=devices, **_claims(node["Resources"]))
         members.append(RayMember(node, name, plan))
     return Conductor(members, level, on_progress=on_progress).run()
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from hybrid.audit.level import Level
@@ -89,7 +89,7 @@ class Conductor:
         from hybrid.audit import judgement, rally
 
         try:
-            self.everywhere(self._describe)
+            self.everywhere(self.describe)
             # Nodes that share a machine take turns, or each would measure the other.
             hosts = Counter(r.boot_id for r in self.results)
             self._turns = {boot: threading.Lock() for boot, n in hosts.items() if n > 1}
@@ -153,7 +153,9 @@ class Conductor:
     def attempt(
         self, i: int, device: str, step: str, timeout_s: float, method: str, *arguments: Any
     ) -> Any:
-        """`ask`, with its outcome noted; None when there is no result."""
+        """`ask`, with its outcome noted; None when there is no result. A node is lost once."""
+        if self.results[i].lost is not None:
+            return None
         try:
             answer = self.ask(i, timeout_s, method, *arguments)
         except ProbeFailed as e:
@@ -165,7 +167,8 @@ class Conductor:
             return answer
         return None
 
-    def _describe(self, i: int) -> None:
+    def describe(self, i: int) -> None:
+        """Ask a member what it has: its boot and its devices."""
         told = self.attempt(i, "host", "describe", START_S, "describe")
         if told is None:
             self.results[i].lost = self.results[i].lost or "it could not say what it has"
@@ -188,15 +191,17 @@ class Conductor:
             self._probe(i, device, name)
 
     def _probe(self, i: int, device: str, name: str) -> None:
-        if self.results[i].lost is not None:
-            return
         turn = self._turns.get(self.results[i].boot_id)
         started = time.monotonic()
         with turn or contextlib.nullcontext():
             found = self.attempt(i, device, name, self.level.probe_s, "probe", device, name)
         if found is not None:
+            # Which GPU it is, the driver knows better than the device.
+            gpu = gpu_of(self.results[i], device)
             readings = [reading_from_json(r) for r in found]
-            self.results[i].readings += readings
+            self.results[i].readings += [
+                r if r.gpu is None else replace(r, gpu=gpu) for r in readings
+            ]
             self.results[i].readings.append(
                 Reading(
                     name=f"probe.{name}.seconds", value=round(time.monotonic() - started, 3),

@@ -47,9 +47,13 @@ class Sampler:
         self._thread.join()
 
 
+def _size(device: Device) -> int:
+    return (256 if device.place.type == "cuda" else 16) * MIB
+
+
 def probe_copies(device: Device, level: Level) -> list[Reading]:
     """Pinned copies to the device and back; generation and width of the link while they run."""
-    size = 256 * MIB if device.kind == "cuda" else 16 * MIB
+    size = _size(device)
     here, there = device.pinned(size), device.allocate(size).view(torch.uint8)
     times: dict[str, Times] = {}
     with Sampler(device.link) as sampler:
@@ -83,7 +87,7 @@ def probe_peers(device: Device, level: Level) -> list[Reading]:
 
     A patched driver may allow peer access that delivers wrong data without an error.
     """
-    size = 256 * MIB
+    size = _size(device)
     sent = device.allocate(size)
     write_pattern(sent, 0, 7)
     found = []
@@ -93,7 +97,8 @@ def probe_peers(device: Device, level: Level) -> list[Reading]:
 
         def both(arrived: torch.Tensor = arrived) -> None:
             device.copy(arrived, sent)
-            torch.cuda.synchronize(arrived.device)
+            if arrived.is_cuda:
+                torch.cuda.synchronize(arrived.device)
 
         times = measure(both, device.synchronize, budget_s=level.work_s)
         device.copy(back, arrived)
@@ -109,11 +114,11 @@ def probe_peers(device: Device, level: Level) -> list[Reading]:
 
 def probe_load(device: Device, level: Level) -> list[Reading]:
     """Power, clock and reasons to throttle, while the device multiplies matrices."""
-    kind = "bf16" if device.kind == "cuda" else "fp32"
-    rows = 8192 if device.kind == "cuda" else 1024
+    kind = "bf16" if device.place.type == "cuda" else "fp32"
+    rows = min(8192, device.largest)
     a, b = device.operands(kind, rows)
     with Sampler(device.load) as sampler:
-        end = time.perf_counter() + max(1.0, level.work_s)
+        end = time.perf_counter() + 4 * level.work_s
         while time.perf_counter() < end:
             try:
                 device.matmul(a, b, kind)

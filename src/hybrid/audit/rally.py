@@ -148,14 +148,7 @@ def _record(
     """The readings of one device's challenges."""
     result = conductor.results[entry.i]
     gpu = gpu_of(result, entry.device)
-    # The usual answer to the common seed: exact numbers are the same on every device of a shape.
-    usual = [
-        e.fingerprints
-        for window in repeats
-        for e in window
-        if e.fingerprints is not None and e.shape == entry.shape
-    ]
-    common = max(set(usual), key=usual.count, default=None)
+    common = _usual(entry, together, repeats)
     answered = [e.fingerprints for e in mine if e.fingerprints is not None]
     same = [
         f"{conductor.results[e.i].name} {e.device}"
@@ -190,13 +183,31 @@ def _record(
     )
 
 
+def _usual(entry: Entry, together: list[Entry], repeats: list[list[Entry]]) -> bytes | None:
+    """The right answer to the common seed: exact numbers are the same on every device of a shape.
+
+    Devices whose checked product was right are asked first, then the majority.
+    """
+    answers: list[bytes] = []
+    for only_correct in (True, False):
+        answers = answers or [
+            e.fingerprints
+            for window in repeats
+            for checked, e in zip(together, window, strict=True)
+            if e.fingerprints is not None
+            and e.shape == entry.shape
+            and not (only_correct and checked.error)
+        ]
+    return max(set(answers), key=answers.count, default=None)
+
+
 def collect_all(conductor: Conductor) -> None:
     """All-reduce over every device that still answers, and exchanges between every two nodes."""
     ready = _ready(conductor)
     # One process group has one backend: NCCL where there are GPUs, else gloo.
     if any(d.startswith("cuda:") for _, d in ready):
         ready = [(i, d) for i, d in ready if d.startswith("cuda:")]
-    if len(ready) < 2:
+    if len(ready) < 2 or not conductor.level.reduce_bytes:
         return
     from hybrid.audit import collectives
 

@@ -7,11 +7,11 @@ here for one machine, over threads.
 from __future__ import annotations
 
 import socket
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hybrid.audit import host
 from hybrid.audit.conduct import Conductor, NodeResult
@@ -27,27 +27,41 @@ class Plan:
 
     Attributes:
         level: the budgets.
-        folder: for the disk probe and nothing else.
+        folder: for the disk probe; None: the node's folder for temporary files.
         devices: specs of `device.open_device`; None: what the node finds.
         cores, memory_bytes: what is paid for; None: what the node says of itself.
         environment: added to the probe processes'.
     """
 
     level: Level
-    folder: str
+    folder: str | None = None
     devices: tuple[str, ...] | None = None
     cores: float | None = None
     memory_bytes: int | None = None
     environment: dict[str, str] | None = None
 
 
+class Caller(Protocol):
+    """What runs commands: a probe process."""
+
+    def call(self, command: dict[str, Any], timeout_s: float) -> tuple[Any, bytes]:
+        """The command's result and bytes. Raises ProbeFailed."""
+
+    def close(self) -> None:
+        """End it, whatever it is doing."""
+
+
+Start = Callable[[str, dict[str, str] | None], Caller]
+
+
 class Machine:
     """A node's side of the audit. Every method returns plain data and raises only ProbeFailed."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, start: Start = ProbeProcess) -> None:
         self.plan = plan
+        self._start = start
         self._level = asdict(plan.level)
-        self._processes = {"host": ProbeProcess("host", plan.environment)}
+        self._processes = {"host": start("host", plan.environment)}
 
     def describe(self) -> dict[str, Any]:
         """The host's name and boot, and the devices to audit."""
@@ -58,7 +72,7 @@ class Machine:
         else:
             devices, _ = self._processes["host"].call({"do": "devices"}, _START_S)
         for n, spec in enumerate(devices):
-            self._processes[_key(n, spec)] = ProbeProcess(spec, self.plan.environment)
+            self._processes[_key(n, spec)] = self._start(spec, self.plan.environment)
         return {**asdict(here), "devices": [_key(n, spec) for n, spec in enumerate(devices)]}
 
     def open(self, device: str) -> dict[str, Any]:
@@ -69,7 +83,11 @@ class Machine:
     def probe(self, device: str, name: str) -> list[dict[str, Any]]:
         """Readings of one probe."""
         plan = self.plan
-        given = {"cores": plan.cores, "memory_bytes": plan.memory_bytes, "folder": plan.folder}
+        given = {
+            "cores": plan.cores,
+            "memory_bytes": plan.memory_bytes,
+            "folder": plan.folder or tempfile.gettempdir(),
+        }
         command = {"do": "probe", "name": name, "level": self._level, "given": given}
         readings: list[dict[str, Any]] = self._call(device, command, plan.level.probe_s)[0]
         return readings
@@ -131,8 +149,8 @@ def interface_of(address: str) -> str | None:
 class LocalMember:
     """This machine as a member of an audit: calls run on threads."""
 
-    def __init__(self, plan: Plan, name: str | None = None) -> None:
-        self.machine = Machine(plan)
+    def __init__(self, plan: Plan, name: str | None = None, start: Start = ProbeProcess) -> None:
+        self.machine = Machine(plan, start)
         self.name = name or host.host().name
         self.node_id: str | None = None
         self.address = "127.0.0.1"
@@ -151,7 +169,6 @@ class LocalMember:
 
 def audit_here(
     level: Level,
-    folder: Path,
     *,
     devices: tuple[str, ...] | None = None,
     on_progress: Callable[[dict[str, Any]], None] | None = None,
@@ -160,11 +177,10 @@ def audit_here(
 
     Args:
         level: the budgets.
-        folder: for the disk probe.
         devices: specs; None: every GPU, else the CPU.
         on_progress: called with {"node", "device", "probe", "outcome"} after each step.
     """
-    member = LocalMember(Plan(level=level, folder=str(folder), devices=devices))
+    member = LocalMember(Plan(level=level, devices=devices))
     return Conductor([member], level, on_progress=on_progress).run()
 
 

@@ -129,7 +129,7 @@ def probe_matmul(device: Device, level: Level) -> list[Reading]:
 
 def _product_times(device: Device, kind: str, level: Level) -> tuple[int, Times]:
     """(rows, times) of the smallest square product that takes long enough to be timed."""
-    rows = 512
+    rows = 256
     while True:
         a, b = device.operands(kind, rows)
         work = partial(device.matmul, a, b, kind)

@@ -12,6 +12,8 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -28,8 +30,11 @@ _POLL_S = "1"
 """Seconds between Ray Train's looks at which nodes are drained; of a notice's 30 its 5 are many."""
 
 
-def run_workers(job: Job) -> dict[str, Any]:
+def run_workers(job: Job, avoid: Sequence[str] = ()) -> dict[str, Any]:
     """Run the workers to the last step, through failures and lost nodes.
+
+    Args:
+        avoid: nodes (Ray's ids) that no worker may run on.
 
     Returns:
         The final metrics, see `loop.train`.
@@ -44,12 +49,18 @@ def run_workers(job: Job) -> dict[str, Any]:
     gpu = any(n["Resources"].get("GPU") for n in ray.nodes() if n["Alive"])
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", _POLL_S)
+    workers, most = settings.workers, settings.most_workers
+    if avoid and not isinstance(workers, int):
+        # Ray's elastic policy counts the slots of the nodes that are left out as well.
+        slots = sum(n["Resources"].get(GPU.resource, 0) for n in pool_nodes(avoid))
+        most = max(workers[0], min(workers[1], int(slots)))
+        workers = (workers[0], most)
     trainer = TorchTrainer(
         _worker,
-        train_loop_config={"job": job},
+        train_loop_config={"job": job, "most": most},
         torch_config=TorchConfig(backend=backend(gpu)),
         scaling_config=ScalingConfig(
-            num_workers=settings.workers,
+            num_workers=workers,
             elastic_resize_monitor_interval_s=settings.resize_s,
             use_gpu=gpu,
             resources_per_worker={
@@ -57,7 +68,7 @@ def run_workers(job: Job) -> dict[str, Any]:
                 GPU.resource: 1,
                 **({"GPU": 1} if gpu else {}),
             },
-            label_selector=GPU.label_selector,
+            label_selector=GPU.selector_without(avoid),
         ),
         run_config=RunConfig(
             # Our checkpoints are our own, so each fit is a new run to Ray: a name used again
@@ -86,7 +97,7 @@ def _worker(arguments: dict[str, Any]) -> None:
     final = train(
         job,
         report=ray.train.report,
-        notice=_Notices(job),
+        notice=_Notices(arguments["most"]),
         place=ray.get_runtime_context().get_node_id(),
     )
     if ray.train.get_context().get_world_rank() == 0:
@@ -96,10 +107,10 @@ def _worker(arguments: dict[str, Any]) -> None:
 class _Notices:
     """What Ray Train and the pool say, the same on all ranks; called by all of them together."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, most: int) -> None:
         import ray.train
 
-        self._most = job.config.training.most_workers
+        self._most = most
         self._size = ray.train.get_context().get_world_size()
         self._first = ray.train.get_context().get_world_rank() == 0
 
@@ -124,8 +135,29 @@ def free_slots() -> int:
     return int(ray.available_resources().get(GPU.resource, 0.0))
 
 
-def check_slots(slots: int, cpus: float, timeout_s: float = _PLACE_S) -> None:
+def pool_nodes(avoid: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The living nodes of the gpu pool but those to avoid, as `ray.nodes()` describes them."""
+    selector = GPU.label_selector.items()
+    return [
+        n
+        for n in ray.nodes()
+        if n["Alive"]
+        and n["NodeID"] not in avoid
+        and all(n["Labels"].get(k) == v for k, v in selector)
+    ]
+
+
+def check_slots(
+    slots: int,
+    cpus: float,
+    timeout_s: float = _PLACE_S,
+    *,
+    avoid: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Wait until the gpu pool has `slots` free slots of `cpus` CPUs.
+
+    Args:
+        avoid: nodes (Ray's ids) that do not count, and why.
 
     Raises:
         PlacementError: it has not after `timeout_s`; says what it has.
@@ -135,11 +167,9 @@ def check_slots(slots: int, cpus: float, timeout_s: float = _PLACE_S) -> None:
         free = ray.available_resources()
         has = free.get(GPU.resource, 0.0)
         # CPUs are counted on the pool's nodes only: other pools' are of no use to a worker.
-        nodes = [
-            n
-            for n in ray.nodes()
-            if n["Alive"] and all(n["Labels"].get(k) == v for k, v in GPU.label_selector.items())
-        ]
+        nodes = pool_nodes(tuple(avoid))
+        if avoid:  # what is free is known of the whole pool only: at most the others' slots
+            has = min(has, sum(n["Resources"].get(GPU.resource, 0.0) for n in nodes))
         processors = sum(n["Resources"].get("CPU", 0.0) for n in nodes)
         if has >= slots and processors >= slots * cpus:
             return
@@ -148,6 +178,7 @@ def check_slots(slots: int, cpus: float, timeout_s: float = _PLACE_S) -> None:
                 f"training needs {slots} slots ({GPU.resource}) of {cpus:g} CPUs in the gpu pool;"
                 f" it has {has:g} free on {len(nodes)} nodes with {processors:g} CPUs: lower"
                 " training.workers, stop what runs there, or add nodes (see cluster.yaml)"
+                + "".join(f"; left out is {node[:12]}: {why}" for node, why in avoid.items())
             )
         time.sleep(0.5)
 
