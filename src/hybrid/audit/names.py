@@ -61,7 +61,6 @@ CLAIMED = {
     "claimed.utilisation_percent": "busy share",
     "claimed.reset_required": "whether the driver asks for a reset",
     "claimed.nvlinks": "NVLinks to each peer, by nvidia-smi topo",
-    "claimed.processes": "programs on the GPU",
 }
 """By tools on the node; whoever has root there can make them say anything."""
 
