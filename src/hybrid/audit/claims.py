@@ -118,7 +118,7 @@ def align(readings: list[Reading]) -> list[Reading]:
     if not places:
         return readings
     numbers = {place: i for i, place in next(iter(places.values())).items()}
-    short = {place.rpartition(".")[0]: i for place, i in numbers.items()}
+    slots = {place.partition(".")[0]: i for place, i in numbers.items()}
     groups = {"kernel": "kernel", "sysfs": "sysfs", "nvml": "nvml"}
     found = []
     for r in readings:
@@ -126,9 +126,7 @@ def align(readings: list[Reading]) -> list[Reading]:
             "kernel" if r.source.startswith("/proc/driver") else groups.get(r.source, r.source)
         )
         if r.gpu is None:
-            i = short.get(str(r.detail.get("bus", "")).rpartition(".")[0]) or short.get(
-                str(r.detail.get("bus", ""))
-            )
+            i = slots.get(str(r.detail.get("bus", "")).partition(".")[0])
             found.append(r if i is None else dataclasses.replace(r, gpu=i))
         elif own is None:
             found.append(r)
