@@ -116,9 +116,7 @@ def _driver(root: Path, filesystem: Callable[[Path], int]) -> list[Reading]:
     return found
 
 
-def _not_the_kernels(
-    entry: Path, place: Scalar, filesystem: Callable[[Path], int]
-) -> str | None:
+def _not_the_kernels(entry: Path, place: Scalar, filesystem: Callable[[Path], int]) -> str | None:
     """Why a GPU's folder is not what the driver makes; None when it is."""
     if place is None:
         return f"{entry.name} is no PCI address"
@@ -196,7 +194,9 @@ def _preloads(root: Path, environ: Mapping[str, str]) -> list[Reading]:
                                                           "CUDA_OVERSUBSCRIBE")))  # fmt: skip
     if not found and not settings:
         return []
-    return [_say("kernel.preloaded", found or None, "ld.so.preload, environment", settings=settings)]
+    return [
+        _say("kernel.preloaded", found or None, "ld.so.preload, environment", settings=settings)
+    ]
 
 
 def _log(root: Path) -> list[Reading]:

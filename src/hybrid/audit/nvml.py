@@ -1,4 +1,4 @@
-"""NVML asked directly, past nvidia-smi: `python -m hybrid.audit.nvml` prints readings as JSON lines.
+"""NVML asked directly, past nvidia-smi: `python -m hybrid.audit.nvml` prints JSON lines.
 
 A process of its own, because the library is the node's and may hang, crash or lie. Function names
 and layouts are those of NVIDIA's nvml.h.
@@ -57,7 +57,12 @@ def read_nvml(library: str = LIBRARY) -> list[Reading]:
     def say(name: str, value: Scalar, gpu: int | None = None, unit: str = "") -> None:
         found.append(
             Reading(
-                name=f"claimed.{name}", value=value, unit=unit, source="nvml", fakeable=True, gpu=gpu
+                name=f"claimed.{name}",
+                value=value,
+                unit=unit,
+                source="nvml",
+                fakeable=True,
+                gpu=gpu,
             )
         )
 

@@ -77,8 +77,11 @@ class _Field:
 
 
 def _f(name: str, parse: Parse, xml: str, text: str = "", unit: str = "") -> _Field:
-    split = (tuple(p for p in paths.split("|") if p) for paths in (xml, text))
-    return _Field(f"claimed.{name}", parse, *split, unit)
+    return _Field(f"claimed.{name}", parse, _paths(xml), _paths(text), unit)
+
+
+def _paths(alternatives: str) -> tuple[str, ...]:
+    return tuple(p for p in alternatives.split("|") if p)
 
 
 _LINK = "pci/pci_gpu_link_info"
@@ -157,7 +160,8 @@ FIELDS = (
         "Remapped Rows/Remapping Failure Occurred",
     ),
     _f(
-        "retired_pending", _flag, "retired_pages/pending_retirement|retired_pages/pending_blacklist",
+        "retired_pending", _flag,
+        "retired_pages/pending_retirement|retired_pages/pending_blacklist",
         "Retired Pages/Pending Page Blacklist|Retired Pages/Pending",
     ),
     _f(
@@ -173,7 +177,10 @@ FIELDS = (
         "GPU Reset Status/Reset Required",
     ),
     _f("temperature_c", _number, "temperature/gpu_temp", "Temperature/GPU Current Temp", "°C"),
-    _power("power_w", ("power_draw", "instant_power_draw"), ("Power Draw", "Instantaneous Power Draw")),
+    _power(
+        "power_w", ("power_draw", "instant_power_draw"),
+        ("Power Draw", "Instantaneous Power Draw"),
+    ),
     _power(
         "power_limit_w", ("enforced_power_limit", "current_power_limit", "power_limit"),
         ("Enforced Power Limit", "Current Power Limit", "Power Limit"),
@@ -212,7 +219,9 @@ def parse_smi(data: bytes) -> list[Reading]:
     except DataError:
         if noise:
             return noise
-        raise DataError("not an output of nvidia-smi (`nvidia-smi -q -x` is the best one)") from None
+        raise DataError(
+            "not an output of nvidia-smi (`nvidia-smi -q -x` is the best one)"
+        ) from None
 
 
 def _noise(text: str) -> list[Reading]:

@@ -1,4 +1,4 @@
-"""The outputs that are tables: plain `nvidia-smi`, `nvidia-smi topo -m`, nccl-tests, kernel logs."""
+"""Outputs that are lines: plain `nvidia-smi`, `nvidia-smi topo -m`, nccl-tests, kernel logs."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MOST_ELEMENTS = 400_000
 
 @dataclass
 class Node:
-    """An element: a tag in nvidia-smi's XML spelling or a text key, its own text, and its children."""
+    """An element: a tag of the XML or a key of the text, its own text, and its children."""
 
     tag: str
     text: str = ""

@@ -94,7 +94,7 @@ XID_SEVERITY = {
     120: ("degraded", "the GPU's own processor (GSP) failed"),
     140: ("degraded", "an unrecovered ECC error"),
 }
-"""By NVIDIA's Xid catalogue. The others are a program's fault (13, 31, 43, 45 …) or of no weight."""
+"""By NVIDIA's Xid catalogue. Others are a program's fault (13, 31, 43, 45 …) or of no weight."""
 
 VBIOS_DIES = {
     "88.00": "GV100",
