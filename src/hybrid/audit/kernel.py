@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hybrid.audit.clouds import claimed_cloud
 from hybrid.audit.reading import Reading, Scalar
 from hybrid.audit.smi import bus_id
 from hybrid.audit.smi_tables import read_kernel_log
@@ -58,6 +59,8 @@ def read_kernel(
     ):
         if value := _read(root / path).strip():
             found.append(_say(name, value, f"/{path}"))
+    if cloud := claimed_cloud(_read(root / "sys/class/dmi/id/sys_vendor")):
+        found.append(_say("claimed.cloud", cloud, "/sys/class/dmi/id/sys_vendor"))
     return [
         *found,
         *_driver(root, filesystem),

@@ -24,7 +24,7 @@ MEMORY_EXCESS = Threshold(
 )
 HOST_CHUNK = Threshold(
     0.35,
-    "share of the median chunk below which a chunk is not in the device's memory: PCIe gen5 x16"
+    "share of the fastest chunk below which a chunk is not in the device's memory: PCIe gen5 x16"
     " carries 59 GiB/s, a fifth of even a T4's memory",
 )
 HOST_CHUNK_GIB_S = Threshold(

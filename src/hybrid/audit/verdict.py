@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from hybrid.audit.clouds import of_proof
 from hybrid.audit.contradictions import claimed_product, contradictions
 from hybrid.audit.facts import Facts, finding
 from hybrid.audit.health import claimed_health, measured_health, node_health
@@ -65,7 +66,12 @@ def judge(
     """
     facts = Facts(readings)
     before = None if previous is None else Facts(previous)
-    found = [*findings, *contradictions(facts, specs, before, sold_as), *node_health(facts)]
+    found = [
+        *findings,
+        *contradictions(facts, specs, before, sold_as),
+        *of_proof(facts),
+        *node_health(facts),
+    ]
     products: dict[int, Sku | None] = {}
     for gpu in facts.gpus:
         sku = products[gpu] = claimed_product(facts, gpu, specs)
