@@ -60,8 +60,8 @@ CLAIMED = {
     "claimed.performance_state": "P0 (fast) to P12 (idle)",
     "claimed.utilisation_percent": "busy share",
     "claimed.reset_required": "whether the driver asks for a reset",
+    "claimed.cloud": "the cloud that the machine's DMI vendor names",
     "claimed.nvlinks": "NVLinks to each peer, by nvidia-smi topo",
-    "claimed.processes": "programs on the GPU",
 }
 """By tools on the node; whoever has root there can make them say anything."""
 
@@ -126,6 +126,7 @@ MEASURED = {
 }
 
 PROOF = {
+    "proof.asked": "the metadata service was asked",
     "proof.cloud": "the cloud that a signed document names: aws, gcp, azure",
     "proof.verified": "whether its signature holds",
     "proof.instance_type": "the machine type in it",

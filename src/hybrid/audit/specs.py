@@ -18,8 +18,8 @@ from hybrid.errors import DataError
 
 TABLE = Path(__file__).with_name("gpus.csv")
 ECC_SHARE = 0.92
-"""Least share of the printed memory that is left when ECC lives in the memory itself: a sixteenth is
-taken, and drivers differ by another per cent (T4: 15360 and 15109 MiB)."""
+"""Least share of the printed memory that is left when ECC lives in the memory itself: it takes a
+sixteenth, and drivers differ by another per cent (T4: 15360 and 15109 MiB)."""
 _PREFIXES = {"nvidia", "tesla", "geforce", "quadro", "corporation"}
 _SELLERS = {"gpu", "gpus", "card", "pcie"}
 
@@ -165,7 +165,7 @@ class Specs:
 
 
 def words(name: str) -> tuple[str, ...]:
-    """A name's words without makers' prefixes: "NVIDIA A100-SXM4-80GB" is ("a100", "sxm4", "80gb")."""
+    """A name's words without prefixes: "NVIDIA A100-SXM4-80GB" is ("a100", "sxm4", "80gb")."""
     text = re.sub(r"\((?:tm|r)\)|[™®]", " ", name.lower())
     text = re.sub(r"(\d)\s+(gi?b?)\b", r"\1gb", text)
     text = re.sub(r"(\d+)gi?b?\b", r"\1gb", text)
