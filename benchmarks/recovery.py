@@ -359,7 +359,7 @@ def claims(faults: Sequence[str]) -> Iterator[tuple[str, float, float]]:
             found: dict[str, Lost] = {}
             for name, make in (("ours", ours), ("Ray Train", peer)):
                 folder = Path(tempfile.mkdtemp(prefix="hybrid-recovery-"))
-                steps = FAULT_AT + BEYOND + (400 if fault == "notice" else 0)
+                steps = FAULT_AT + BEYOND + (120 if fault == "notice" else 0)
                 try:
                     found[name] = suffer(fault, machines, folder, make(folder, steps))
                 finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybrid._ray_compat import draining_nodes
+from hybrid._ray_compat import available_by_node, draining_nodes
 
 
 def test_cluster_schema() -> None:
@@ -29,3 +29,12 @@ def test_nodes_that_are_drained_can_be_asked_for(ray_cluster: Any) -> None:
     from ray._private.state import state
 
     assert set(draining_nodes()) == set(state.get_draining_nodes())
+
+
+@pytest.mark.ray
+def test_what_is_free_on_each_node_can_be_asked_for(ray_cluster: Any) -> None:
+    import ray
+
+    free = available_by_node()
+    assert set(free) == {n["NodeID"] for n in ray.nodes() if n["Alive"]}
+    assert sum(r.get("CPU", 0.0) for r in free.values()) <= ray.cluster_resources()["CPU"]

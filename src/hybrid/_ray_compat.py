@@ -24,3 +24,11 @@ def draining_nodes() -> dict[str, float]:
     from ray._private.state import state
 
     return {node: at / 1000 for node, at in state.get_draining_nodes().items()}
+
+
+def available_by_node() -> dict[str, dict[str, float]]:
+    """What is free on each node, by node id; a second or so old."""
+    from ray._private.state import state
+
+    found: dict[str, dict[str, float]] = state.available_resources_per_node()
+    return found

@@ -95,7 +95,7 @@ def test_training_is_kept_off_it(
     import ray
 
     from hybrid import audits
-    from hybrid.training.workers import check_slots, pool_nodes
+    from hybrid.training.slots import pool_nodes, wait_for_slots
 
     monkeypatch.setattr(audits, "audit", lambda *args, **more: audited)
     said: list[str] = []
@@ -107,12 +107,12 @@ def test_training_is_kept_off_it(
     def where() -> str:
         return str(ray.get_runtime_context().get_node_id())
 
-    good = {n["NodeID"] for n in pool_nodes(tuple(avoid))}
+    good = {n["NodeID"] for n in pool_nodes(avoid)}
     assert len(good) == 1
     assert set(ray.get([where.remote() for _ in range(12)])) == good
-    check_slots(4, 1, avoid=avoid)
+    assert wait_for_slots(1, 99, 1, avoid=avoid) == 4, "the slots of the good node"
     with pytest.raises(PlacementError, match=f"left out is {slowed[:12]}: .*cores are claimed"):
-        check_slots(5, 1, timeout_s=0.1, avoid=avoid)
+        wait_for_slots(5, 5, 1, timeout_s=0.1, avoid=avoid)
 
 
 def test_a_warning_leaves_no_node_out(
@@ -130,6 +130,7 @@ def test_a_warning_leaves_no_node_out(
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.*use_push_based_shuffle.*")  # Ray's own, of itself
 def test_a_run_with_the_gate_ends_on_the_good_node(
     audited: list[NodeAudit], slowed: str, tmp_path: Path
 ) -> None:

@@ -98,6 +98,7 @@ def truncate(folder: Path) -> None:
         (edit_config(lora_alpha=float("nan")), "finite"),
         (edit_config(lora_alpha="8"), "finite"),
         (edit_config(rank_pattern={"(": 2}), "regular expression"),
+        (edit_config(rank_pattern={"((q_proj|.)*x)+": 2}), "may never end"),
         (edit_config(use_rslora="no"), "true or false"),
         (edit_config(target_modules=["q_proj"]), "target_modules does not name it"),
         (edit_config(target_modules=[*TARGETS, "k_proj"]), "its weights are missing"),

@@ -204,6 +204,17 @@ def test_leaving_a_stream_frees_its_row(registry: Registry, tmp_path: Path) -> N
             assert (await task).finish_reason == "cancelled"
             assert not await server.cancel("nobody")
 
+            # A client's retry may bring an id that still runs: leaving one leaves the other be.
+            twins = [server.generate(other), server.generate(other)]
+            for twin in twins:
+                await anext(twin)
+            await twins[0].aclose()  # type: ignore[attr-defined]
+            await until(runs, "one is left")
+            assert (await anext(twins[1])).text is not None
+            assert await server.cancel(other.id)
+            await until(free, "and it can be cancelled")
+            await twins[1].aclose()  # type: ignore[attr-defined]
+
     run(test)
 
 

@@ -1,9 +1,9 @@
 """Attention of one step: all decoding requests of a size at once, each piece of a prompt by itself.
 
-Decoding reads every key and value for one query, so it is two batched products over the cache as it
-lies (measured on two cores: 215 µs for 32 rows of 90 tokens, torch's fused kernel takes 380). Masks
-are additive and made once a step. (Continuous batching: Orca, Yu et al. 2022; prompts in pieces:
-Sarathi, Agrawal et al. 2023.)
+On a processor both are kernels of our own (kernels.c). Elsewhere decoding, which reads every key
+and value for one query, is two batched products over the cache as it lies (measured on two cores:
+215 µs for 32 rows of 90 tokens, torch's fused kernel takes 380). Masks are additive and made once a step.
+(Continuous batching: Orca, Yu et al. 2022; prompts in pieces: Sarathi, Agrawal et al. 2023.)
 """
 
 from __future__ import annotations
@@ -76,6 +76,36 @@ class _Fused:
         )  # fmt: skip
 
 
+class _FusedPrompts:
+    """Pieces of prompts of one size in one kernel."""
+
+    def __init__(self, cache: KVCache, capacity: int, spans: Sequence[Span]) -> None:
+        self._cache, self._capacity = cache, capacity
+        self._places = torch.tensor(
+            [
+                [s.start for s in spans],
+                [s.stop for s in spans],
+                [s.row.index for s in spans],
+                [s.offset for s in spans],
+            ]
+        )
+        self._threads = torch.get_num_threads()
+        self._scratch = torch.empty(self._threads * 8 * (capacity + 2 * cache.head_dim))
+
+    def __call__(self, layer: int, heads: Tensor, out: Tensor, window: int | None) -> None:
+        """Write out [T, q_heads, hd] of these pieces' rows."""
+        library = kernels()
+        assert library is not None
+        _, q_heads, dim = out.shape
+        keys, values = self._cache.layer(self._capacity, layer)
+        n, at = self._places.shape[1], self._places.data_ptr()
+        library.prompt_attention(
+            heads.data_ptr(), at, at + 8 * n, at + 16 * n, at + 24 * n, n, keys.data_ptr(),
+            values.data_ptr(), self._capacity, q_heads, self._cache.kv_heads, dim, window or 0,
+            dim**-0.5, self._threads, self._scratch.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+
+
 class Attention:
     """A step's `hybrid.engine.model.Attend`.
 
@@ -90,18 +120,20 @@ class Attention:
     ) -> None:
         self._cache = cache
         self._windows = windows
-        self._long = [s for s in spans if s.stop - s.start > 1]
         single: dict[int, list[Span]] = {}
+        long: dict[int, list[Span]] = {}
         for s in spans:
-            if s.stop - s.start == 1:
-                single.setdefault(s.row.capacity, []).append(s)
-        fused = torch.empty(0, device=cache.device, dtype=cache.dtype)
-        self._fused = [
-            _Fused(cache, size, found) for size, found in single.items() if usable(fused)
-        ]
-        self._single = [
-            self._decoding(size, found) for size, found in single.items() if not usable(fused)
-        ]
+            to = single if s.stop - s.start == 1 else long
+            to.setdefault(s.row.capacity, []).append(s)
+        self._fused: list[_Fused | _FusedPrompts] = []
+        self._single: list[_Decoding] = []
+        self._long: list[Span] = []
+        if usable(torch.empty(0, device=cache.device, dtype=cache.dtype)):
+            self._fused += [_Fused(cache, size, found) for size, found in single.items()]
+            self._fused += [_FusedPrompts(cache, size, found) for size, found in long.items()]
+        else:
+            self._single = [self._decoding(size, found) for size, found in single.items()]
+            self._long = [s for found in long.values() for s in found]
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
     def __call__(self, layer: int, heads: Tensor) -> Tensor:

@@ -118,6 +118,23 @@ static void products(int64_t rows, const float *s, int64_t s_stride, const float
                 to[r * to_stride + j] += s[r * s_stride + k] * m[k * m_stride + j];
 }
 
+/* e^(s - max) over their sum, for s[first, last); 0 in the rest of s[0, width). */
+static inline void softmax(float *s, int64_t first, int64_t last, int64_t width) {
+    float top = s[first], sum = 0;
+#pragma omp simd reduction(max : top)
+    for (int64_t t = first; t < last; t++) top = s[t] > top ? s[t] : top;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t t = first; t < last; t++) {
+        s[t] = exp_(s[t] - top);
+        sum += s[t];
+    }
+    const float inverse = 1.0f / sum;
+#pragma omp simd
+    for (int64_t t = first; t < last; t++) s[t] *= inverse;
+    memset(s, 0, first * sizeof(float));
+    memset(s + last, 0, (width - last) * sizeof(float));
+}
+
 /* Decoding: n requests, one token each. heads[T, q_heads + 2 * kv_heads, dim] holds queries, keys
    and values; request i is its row `rows[i]`, and row `places[i]` of the cache, where its key and
    value go to `offsets[i]`: keys[rows, kv_heads, dim, capacity], values[rows, kv_heads, capacity,
@@ -163,22 +180,61 @@ void decode_attention(const float *heads, const int64_t *rows, const int64_t *pl
             for (int64_t c = 0; c < count * dim * 4; c += 64) __builtin_prefetch(next_v + c, 0, 2);
             float *o = out + (rows[i] * q_heads + h * group) * dim;
             memset(o, 0, group * dim * sizeof(float));
-            for (int64_t g = 0; g < group; g++) {
-                float *s = scores + g * wide, top = s[0], sum = 0;
-#pragma omp simd reduction(max : top)
-                for (int64_t t = 0; t < count; t++) top = s[t] > top ? s[t] : top;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t t = 0; t < count; t++) {
-                    s[t] = exp_(s[t] - top);
-                    sum += s[t];
-                }
-                const float inverse = 1.0f / sum;
-#pragma omp simd
-                for (int64_t t = 0; t < count; t++) s[t] *= inverse;
-            }
+            for (int64_t g = 0; g < group; g++) softmax(scores + g * wide, 0, count, wide);
             for (int64_t g = 0; g < group; g += 8)
                 products(group - g < 8 ? group - g : 8, scores + g * wide, wide, vs + first * dim,
                          dim, count, o + g * dim, dim, dim);
+        }
+}
+
+/* Pieces of prompts: piece i is rows starts[i] to stops[i] and begins at `offsets[i]` of its request.
+   The rest is as in decode_attention; scratch: for each thread 8 * (capacity + 2 * dim) floats. Eight
+   queries are worked on together, so that keys and values are read once for all of them. */
+void prompt_attention(const float *heads, const int64_t *starts, const int64_t *stops,
+                      const int64_t *places, const int64_t *offsets, int64_t n, float *keys,
+                      float *values, int64_t capacity, int64_t q_heads, int64_t kv_heads,
+                      int64_t dim, int64_t window, float scale, int64_t threads, float *scratch,
+                      float *out) {
+    const int64_t group = q_heads / kv_heads, width = (q_heads + 2 * kv_heads) * dim;
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t h = 0; h < kv_heads; h++) {
+            const int64_t count = stops[i] - starts[i], offset = offsets[i];
+            const float *rows = heads + starts[i] * width;
+            float *kt = keys + (places[i] * kv_heads + h) * dim * capacity;
+            float *vs = values + (places[i] * kv_heads + h) * capacity * dim;
+            float *scores = scratch + omp_get_thread_num() * 8 * (capacity + 2 * dim);
+            float *asked = scores + 8 * capacity, *o = asked + 8 * dim;
+            for (int64_t d = 0; d < dim; d++)
+                for (int64_t t = 0; t < count; t++)
+                    kt[d * capacity + offset + t] = rows[t * width + (q_heads + h) * dim + d];
+            for (int64_t t = 0; t < count; t++)
+                memcpy(vs + (offset + t) * dim, rows + t * width + (q_heads + kv_heads + h) * dim,
+                       dim * sizeof(float));
+            for (int64_t g = h * group; g < (h + 1) * group; g++)
+                for (int64_t t = 0; t < count; t += 8) {
+                    const int64_t many = count - t < 8 ? count - t : 8, at = offset + t;
+                    const int64_t first = window && at >= window ? at - window + 1 : 0;
+                    const int64_t seen = at + many - first;
+                    /* whole vectors: what is beyond is computed, and set to 0 by the softmax */
+                    const int64_t whole = (seen + 15) & ~(int64_t)15;
+                    const int64_t wide = whole <= capacity - first ? whole : capacity - first;
+                    for (int64_t r = 0; r < many; r++)
+                        for (int64_t d = 0; d < dim; d++)
+                            asked[r * dim + d] = rows[(t + r) * width + g * dim + d] * scale;
+                    memset(scores, 0, many * wide * sizeof(float));
+                    products(many, asked, dim, kt + first, capacity, dim, scores, wide, wide);
+                    for (int64_t r = 0; r < many; r++) {
+                        const int64_t last = at + r + 1 - first;
+                        softmax(scores + r * wide, window && last > window ? last - window : 0,
+                                last, wide);
+                    }
+                    memset(o, 0, many * dim * sizeof(float));
+                    products(many, scores, wide, vs + first * dim, dim, seen, o, dim, dim);
+                    for (int64_t r = 0; r < many; r++)
+                        memcpy(out + ((starts[i] + t + r) * q_heads + g) * dim, o + r * dim,
+                               dim * sizeof(float));
+                }
         }
 }
 

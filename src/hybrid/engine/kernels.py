@@ -34,8 +34,11 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rms_norm": (_P, _P, _P, _I, _I, _F),
     "silu_mul": (_P, _P, _I, _I),
     "decode_attention": (_P, _P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _I, _P, _P),
+    "prompt_attention": (
+        _P, _P, _P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _I, _P, _P,
+    ),
     "lora": (_P, _P, _P, _I, _P, _I, _I, _I, _I, _I, _P, _P, _P),
-}
+}  # fmt: skip
 
 
 def usable(x: Tensor) -> bool:

@@ -84,6 +84,8 @@ class LoraSpec:
             return value
 
         def compiled(field: str, pattern: str, around: str = "{}") -> re.Pattern[str]:
+            if _may_backtrack(pattern):
+                raise refuse(f"{field}: {pattern!r} repeats what repeats: it may never end")
             try:
                 return re.compile(around.format(pattern))
             except (re.error, OverflowError, RecursionError) as e:
@@ -204,3 +206,17 @@ def _is_rank(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e9
+
+
+def _may_backtrack(pattern: str) -> bool:
+    """Whether a repeated group repeats within, so that matching may take exponential time.
+
+    Groups are replaced from the inside out: by R where something in them repeats, else by x.
+    """
+    pattern = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern)  # escapes and classes are one character
+    while (group := re.search(r"\(([^()]*)\)([*+{]?)", pattern)) is not None:
+        repeats = re.search(r"[*+R]|\{\d+,\}", group[1]) is not None
+        if repeats and group[2]:
+            return True
+        pattern = pattern.replace(group[0], ("R" if repeats else "x") + group[2], 1)
+    return False

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -88,7 +88,7 @@ class EngineBackend:
         self._engine: Engine
         self.release = release
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._running: dict[str, Sequence] = {}
+        self._running: set[Sequence] = set()  # ids may come twice: a client's retry
         self._failure: Unavailable | None = None
         self._closing = False
         self._made: Future[None] = Future()
@@ -132,7 +132,7 @@ class EngineBackend:
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
             if event.finish_reason or event.error:
-                self._running.pop(event.sequence.id, None)
+                self._running.discard(event.sequence)
         self._tell([(event.sequence.tag, event.error or event) for event in events])
 
     @staticmethod
@@ -155,7 +155,7 @@ class EngineBackend:
 
     def _end_all(self, why: Unavailable) -> None:
         self._failure = why
-        self._tell([(sequence.tag, why) for sequence in self._running.values()])
+        self._tell([(sequence.tag, why) for sequence in self._running])
         self._running.clear()
         while not self._inbox.empty():  # each finds `_failure` set and passes it on
             self._inbox.get()()
@@ -204,7 +204,7 @@ class EngineBackend:
                 priority=request.priority,
                 tag=listener,
             )
-            self._running[request.id] = sequence
+            self._running.add(sequence)
             return sequence
 
         asked = request.sampling
@@ -228,7 +228,7 @@ class EngineBackend:
                     return
         finally:
             if not sequence.ended:
-                self._ask(lambda: self._cancel(request.id))
+                self._ask(lambda: self._drop([sequence]))
 
     async def score(self, request: ScoreRequest, adapter: AdapterRef | None) -> ScoreResult:
         """Log probabilities of a closed set."""
@@ -294,12 +294,16 @@ class EngineBackend:
         return await self._on_engine(lambda: self._cancel(request_id))
 
     def _cancel(self, request_id: str) -> bool:
-        sequence = self._running.pop(request_id, None)
-        if sequence is None:
-            return False
-        self._engine.cancel(sequence)
-        self._tell([(sequence.tag, Event(sequence, finish_reason="cancelled"))])
-        return True
+        found = [sequence for sequence in self._running if sequence.id == request_id]
+        self._drop(found)
+        return bool(found)
+
+    def _drop(self, sequences: Iterable[Sequence]) -> None:
+        running = self._running.intersection(sequences)
+        for sequence in running:
+            self._running.discard(sequence)
+            self._engine.cancel(sequence)
+        self._tell([(s.tag, Event(s, finish_reason="cancelled")) for s in running])
 
     async def info(self) -> BackendInfo:
         """Facts and counters."""

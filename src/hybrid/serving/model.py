@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from hybrid.registry import Registry
 from hybrid.serving.adapter_cache import AdapterCache
 from hybrid.serving.adapters import Catalog
 from hybrid.serving.backend import AdapterRef, Backend
+from hybrid.serving.prometheus import PERIOD_S, Exporter
 from hybrid.wire import (
     Chunk,
     EmbedRequest,
@@ -58,10 +60,12 @@ class ModelServer:
 
     Args:
         config: the project; `serving`, `registry` and `model.name` are read.
+        exporter: where counters are reported; None: nowhere but in `info`.
     """
 
-    def __init__(self, config: ProjectConfig) -> None:
+    def __init__(self, config: ProjectConfig, exporter: Exporter | None = None) -> None:
         self._config = config
+        self._exporter, self._reported = exporter, 0.0
         self._registry = Registry(config.registry.root, cache=config.registry.cache)
         self._current: _Resident | None = None
         self._starting = asyncio.Lock()
@@ -236,8 +240,17 @@ class ModelServer:
             await asyncio.sleep(POLL_S)
             try:
                 await self._refresh()
+                await self._report()
             except HybridError as e:
                 log.error("the new release is not served: %s", e.message)
+
+    async def _report(self) -> None:
+        if self._exporter is None or time.monotonic() - self._reported < PERIOD_S:
+            return
+        self._reported = time.monotonic()
+        info = await self.info()
+        names = {digest: name for name, digest in info["adapters"].items()}
+        self._exporter.report(info["counters"], info["details"].get("served", {}), names)
 
     async def _refresh(self) -> None:
         assert self._current is not None
@@ -285,4 +298,4 @@ def deployment(config: ProjectConfig) -> Any:
         health_check_period_s=5,
         graceful_shutdown_timeout_s=60,
         logging_config={"enable_access_log": False},
-    )(ModelServer).bind(config)
+    )(ModelServer).bind(config, Exporter(config.model.name))

@@ -69,14 +69,13 @@ def train(
     Args:
         report: called on all ranks together with the latest metrics, every `PULSE_S` or rarer.
         notice: called on all ranks together, as often; what it says is the same on all of them.
-            After a reclaim every step is committed, and shortly before the deadline the loop
-            stands still until it is ended: to return early would mark the run as finished. At each
-            word of more workers one step is committed.
+            After a `move` the step is committed and the loop ends. After a `reclaim` every step is
+            committed, and shortly before the deadline the loop stands still until it is ended.
         place: the node this rank runs on, for the record.
 
     Returns:
         The final metrics: train_loss, eval_loss, perplexity, tokens_per_s, mfu, steps, seconds,
-        world_size, parameters.
+        world_size, parameters; after a move only `moved`, why, and `step`, where to go on.
 
     Raises:
         TrainingError: the loss or the gradient is not finite, or a later attempt took the run over.
@@ -158,12 +157,12 @@ def train(
                 raise fence.taken()
             coming = notice()
             if coming.kind:
-                progress.write("notice", step=done, kind=coming.kind, deadline=coming.deadline)
+                progress.write("notice", step=done, kind=coming.kind, why=coming.why)
         if coming.kind or done % every == 0 or done == settings.steps:
             checkpoints.save(done, model, optimizer)
             progress.write("checkpoint", step=done)
-            if coming.kind == "grow":  # said anew at the next pulse
-                coming = NOTHING
+            if coming.kind == "move" and done < settings.steps:
+                return {"moved": coming.why, "step": done}
             if done < settings.steps and world.agree(coming.hold(time.monotonic() - started)):
                 _stand_still(progress, done)
 

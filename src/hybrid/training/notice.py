@@ -1,4 +1,4 @@
-"""What a worker is told of its future: a node to be taken away, or room for more workers."""
+"""What a worker is told of its future: room elsewhere or for more, or a node that is taken away."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ class Notice:
     """What is coming to the workers of a run.
 
     Attributes:
-        kind: nothing; more workers, at any moment; or one of their nodes is reclaimed.
+        kind: nothing; `move`: they are better started anew, elsewhere or more of them; `reclaim`: a
+            node of theirs is taken away and there is no room elsewhere yet.
+        why: for the record.
         deadline: UNIX seconds at which the node is gone, where that is known.
     """
 
-    kind: Literal["", "grow", "reclaim"] = ""
+    kind: Literal["", "move", "reclaim"] = ""
+    why: str = ""
     deadline: float | None = None
 
     def hold(self, step_s: float) -> bool:

@@ -24,7 +24,7 @@ from hybrid.registry import Manifest, Registry
 from hybrid.training import rows
 from hybrid.training.corpus import prepare_once
 from hybrid.training.progress import Follower, Progress
-from hybrid.training.workers import check_slots
+from hybrid.training.slots import wait_for_slots
 
 OnProgress = Callable[[dict[str, Any]], None]
 
@@ -67,9 +67,8 @@ def specialise(
     todo = [name for name in names if name not in done]
     if not todo:
         return done
-    check_slots(1, config.training.cpus_per_worker)
-    free = int(ray.available_resources().get(GPU.resource, 1))
-    count = max(1, min(len(todo), config.training.most_workers, free))
+    most = min(len(todo), config.training.most_workers)
+    count = wait_for_slots(1, most, config.training.cpus_per_worker)
     folders = {name: config.run.dir / "adapters" / runs[name] for name in todo}
     with contextlib.ExitStack() as followers:
         for name, folder in folders.items():

@@ -23,7 +23,7 @@ from hybrid.training.corpus import prepare_once
 from hybrid.training.data import ShardTask, prepare_data
 from hybrid.training.loop import Job
 from hybrid.training.progress import Follower
-from hybrid.training.workers import check_slots, run_workers
+from hybrid.training.workers import run_workers
 
 log = logging.getLogger(__name__)
 OnProgress = Callable[[dict[str, Any]], None]
@@ -69,11 +69,10 @@ def train_base(
         return found
     results = job.folder / "result.json"
     if not results.exists():
-        avoid = gate()
-        check_slots(config.training.fewest_workers, config.training.cpus_per_worker, avoid=avoid)
         job.folder.mkdir(parents=True, exist_ok=True)
+        avoid = gate()
         with Follower(job.folder, say):
-            metrics = run_workers(job, tuple(avoid))
+            metrics = run_workers(job, lambda text: say({"message": text}), avoid)
         results.write_text(json.dumps(metrics))
     return registry.publish(
         "base",

@@ -1,92 +1,129 @@
-"""The workers of a run under Ray Train: how many, where, what they are told, why they ended.
+"""The workers of a run under Ray Train: how many, where, what they are told, when they move.
 
-The number may follow the pool (`training.workers: [fewest, most]`). A node that is taken away with
-notice costs no step: the workers commit, stand still and are ended, and the same run goes on
-elsewhere. Ray must be initialised.
+Each time that the workers begin, as many are started as fit, within `training.workers`. When a node
+is to be taken away they commit the step they are at and end, and are started anew on the nodes that
+stay, long before the deadline; the same when there is room for more of them. That is ours, not Ray
+Train's: its elastic policy counts slots that others hold and nodes that are drained, loses the
+steps since the last checkpoint when it grows, and stands still until a notice ends.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
-import ray
-
 from hybrid._ray_compat import draining_nodes
-from hybrid.errors import HybridError, PlacementError, TrainingError
+from hybrid.errors import CheckpointError, HybridError, TrainingError, Unavailable
 from hybrid.pools import GPU
 from hybrid.training.loop import Job, train
 from hybrid.training.notice import NOTHING, Notice
 from hybrid.training.parallel import backend
+from hybrid.training.slots import (
+    NOBODY,
+    Avoid,
+    PLACE_S,
+    free_slots,
+    has_gpus,
+    pool_nodes,
+    wait_for_slots,
+    worker_resources,
+)
 
-_PLACE_S = 30.0
-_POLL_S = "1"
-"""Seconds between Ray Train's looks at which nodes are drained; of a notice's 30 its 5 are many."""
+log = logging.getLogger(__name__)
+
+_WAIT_S = 600.0
+"""How long a run that has lost its nodes waits for others; new spot nodes take minutes."""
+_RESULT = "outcome.json"
+OnMessage = Callable[[str], None]
 
 
-def run_workers(job: Job, avoid: Sequence[str] = ()) -> dict[str, Any]:
-    """Run the workers to the last step, through failures and lost nodes.
+def run_workers(job: Job, say: OnMessage = log.info, avoid: Avoid = NOBODY) -> dict[str, Any]:
+    """Run workers to the last step, through moves, lost nodes and failures.
 
     Args:
-        avoid: nodes (Ray's ids) that no worker may run on.
+        say: told of every new start.
+        avoid: nodes (Ray's ids) that no worker may run on, and why.
 
     Returns:
         The final metrics, see `loop.train`.
 
     Raises:
-        HybridError: a worker's own. TrainingError: the workers failed more often than allowed.
+        PlacementError: too few slots. TrainingError: the workers failed more often than
+        `training.faults.max_failures`. Another HybridError: a worker's own.
     """
+    settings = job.config.training
+    failures, patience = 0, PLACE_S
+    while True:
+        count = wait_for_slots(
+            settings.fewest_workers,
+            settings.most_workers,
+            settings.cpus_per_worker,
+            patience,
+            avoid,
+        )
+        patience = _WAIT_S
+        (job.folder / _RESULT).unlink(missing_ok=True)
+        nodes = {n["NodeID"] for n in pool_nodes()}
+        try:
+            _fit(job, count, avoid)
+        except Exception as e:
+            # Ray wraps the worker's error in classes that differ with who failed and how often.
+            own = _own(e)
+            reason = own or _failed(e, job)
+            lost = nodes & set(draining_nodes())
+            if lost:
+                say(f"a node was taken away amid a step: {reason.message}")
+                continue
+            failures += 1
+            again = own is None or isinstance(own, (CheckpointError, Unavailable))
+            if not again or 0 <= settings.faults.max_failures < failures:
+                raise reason from e
+            say(f"failure {failures}, the workers are started again: {reason.message}")
+            continue
+        outcome: dict[str, Any] = json.loads((job.folder / _RESULT).read_text())
+        if "moved" not in outcome:
+            return outcome
+        say(f"the workers are started anew after step {outcome['step']}: {outcome['moved']}")
+
+
+def _fit(job: Job, count: int, avoid: Avoid) -> None:
+    """Start workers and wait until all have ended; rank 0 leaves the outcome in a file."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    settings = job.config.training
-    gpu = any(n["Resources"].get("GPU") for n in ray.nodes() if n["Alive"])
+    settings, gpu = job.config.training, has_gpus()
+    # A notice is often of 30 s: 5 until it is seen would be many.
+    os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", _POLL_S)
-    workers, most = settings.workers, settings.most_workers
-    if avoid and not isinstance(workers, int):
-        # Ray's elastic policy counts the slots of the nodes that are left out as well.
-        slots = sum(n["Resources"].get(GPU.resource, 0) for n in pool_nodes(avoid))
-        most = max(workers[0], min(workers[1], int(slots)))
-        workers = (workers[0], most)
     trainer = TorchTrainer(
         _worker,
-        train_loop_config={"job": job, "most": most},
+        train_loop_config={"job": job, "avoid": dict(avoid)},
         torch_config=TorchConfig(backend=backend(gpu)),
         scaling_config=ScalingConfig(
-            num_workers=workers,
-            elastic_resize_monitor_interval_s=settings.resize_s,
+            num_workers=count,
             use_gpu=gpu,
-            resources_per_worker={
-                "CPU": settings.cpus_per_worker,
-                GPU.resource: 1,
-                **({"GPU": 1} if gpu else {}),
-            },
-            label_selector=GPU.selector_without(avoid),
+            resources_per_worker=worker_resources(settings.cpus_per_worker, gpu),
+            label_selector=GPU.selector_without(tuple(avoid)),
         ),
         run_config=RunConfig(
             # Our checkpoints are our own, so each fit is a new run to Ray: a name used again
             # would make it resume what it remembers.
             name=f"{job.run_id}-{uuid.uuid4().hex[:6]}",
             storage_path=str(job.config.run.dir.resolve() / "ray_train"),
-            failure_config=FailureConfig(max_failures=settings.faults.max_failures),
+            # One place that starts again is enough: it is `run_workers`.
+            failure_config=FailureConfig(max_failures=0, max_preemption_failures=0),
         ),
     )
     try:
         trainer.fit()
-    except Exception as e:
-        # Ray wraps the worker's error in classes that differ with who failed and how often.
-        raise _reason(e, job) from e
     finally:
         shutil.rmtree(job.config.run.dir / "ray_train", ignore_errors=True)
-    metrics: dict[str, Any] = json.loads((job.folder / "metrics.json").read_text())
-    return metrics
 
 
 def _worker(arguments: dict[str, Any]) -> None:
@@ -94,97 +131,60 @@ def _worker(arguments: dict[str, Any]) -> None:
     import ray.train
 
     job: Job = arguments["job"]
-    final = train(
+    outcome = train(
         job,
         report=ray.train.report,
-        notice=_Notices(arguments["most"]),
+        notice=_Notices(job, arguments["avoid"]),
         place=ray.get_runtime_context().get_node_id(),
     )
     if ray.train.get_context().get_world_rank() == 0:
-        (job.folder / "metrics.json").write_text(json.dumps(final))
+        (job.folder / _RESULT).write_text(json.dumps(outcome))
 
 
 class _Notices:
     """What Ray Train and the pool say, the same on all ranks; called by all of them together."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, job: Job, avoid: Avoid) -> None:
         import ray.train
 
-        self._most = most
+        self._avoid = avoid
+        settings = job.config.training
+        self._fewest, self._most = settings.fewest_workers, settings.most_workers
+        self._resize_s = settings.resize_s
+        self._needs = worker_resources(settings.cpus_per_worker, has_gpus())
         self._size = ray.train.get_context().get_world_size()
         self._first = ray.train.get_context().get_world_rank() == 0
+        self._alone_since = time.monotonic()
 
     def __call__(self) -> Notice:
         import ray.train
         from ray.train.collective import broadcast_from_rank_zero
 
         info = ray.train.get_preemption_info()
-        if info is not None:
-            at = info.deadline_ms
-            return Notice(kind="reclaim", deadline=None if at is None else at / 1000)
-        if self._size >= self._most:
+        if info is None and self._size >= self._most:
             return NOTHING
-        room = free_slots() > 0 if self._first else False
-        return Notice(kind="grow") if broadcast_from_rank_zero(room) else NOTHING
+        said = self._look(info) if self._first else None
+        notice: Notice = broadcast_from_rank_zero(said)
+        return notice
+
+    def _look(self, info: Any) -> Notice:
+        room = free_slots(self._needs, self._avoid)
+        if info is None:
+            if not room:
+                self._alone_since = time.monotonic()
+            if time.monotonic() - self._alone_since < self._resize_s:
+                return NOTHING
+            return Notice(kind="move", why=f"room for {self._size + room} workers")
+        staying = self._size - len(info.preempted_ranks)
+        why = f"{len(info.preempted_node_ids)} of the nodes will be taken away"
+        if staying + room >= self._fewest:
+            return Notice(kind="move", why=why)
+        at = info.deadline_ms
+        return Notice(kind="reclaim", why=why, deadline=None if at is None else at / 1000)
 
 
-def free_slots() -> int:
-    """Slots of the gpu pool that nobody uses; 0 while a node is drained: its own are counted in."""
-    if draining_nodes():
-        return 0
-    return int(ray.available_resources().get(GPU.resource, 0.0))
-
-
-def pool_nodes(avoid: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The living nodes of the gpu pool but those to avoid, as `ray.nodes()` describes them."""
-    selector = GPU.label_selector.items()
-    return [
-        n
-        for n in ray.nodes()
-        if n["Alive"]
-        and n["NodeID"] not in avoid
-        and all(n["Labels"].get(k) == v for k, v in selector)
-    ]
-
-
-def check_slots(
-    slots: int,
-    cpus: float,
-    timeout_s: float = _PLACE_S,
-    *,
-    avoid: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Wait until the gpu pool has `slots` free slots of `cpus` CPUs.
-
-    Args:
-        avoid: nodes (Ray's ids) that do not count, and why.
-
-    Raises:
-        PlacementError: it has not after `timeout_s`; says what it has.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        free = ray.available_resources()
-        has = free.get(GPU.resource, 0.0)
-        # CPUs are counted on the pool's nodes only: other pools' are of no use to a worker.
-        nodes = pool_nodes(tuple(avoid))
-        if avoid:  # what is free is known of the whole pool only: at most the others' slots
-            has = min(has, sum(n["Resources"].get(GPU.resource, 0.0) for n in nodes))
-        processors = sum(n["Resources"].get("CPU", 0.0) for n in nodes)
-        if has >= slots and processors >= slots * cpus:
-            return
-        if time.monotonic() > deadline:
-            raise PlacementError(
-                f"training needs {slots} slots ({GPU.resource}) of {cpus:g} CPUs in the gpu pool;"
-                f" it has {has:g} free on {len(nodes)} nodes with {processors:g} CPUs: lower"
-                " training.workers, stop what runs there, or add nodes (see cluster.yaml)"
-                + "".join(f"; left out is {node[:12]}: {why}" for node, why in avoid.items())
-            )
-        time.sleep(0.5)
-
-
-def _reason(error: Exception, job: Job) -> HybridError:
-    """The worker's own HybridError if it raised one, else a TrainingError with its last words."""
+def _own(error: Exception) -> HybridError | None:
+    """The HybridError that a worker raised, wherever in Ray's errors it is."""
     seen: list[BaseException] = []
     pending: list[BaseException | None] = [error]
     while pending:
@@ -196,6 +196,11 @@ def _reason(error: Exception, job: Job) -> HybridError:
         seen.append(inner)
         pending += [inner.__cause__, inner.__context__, getattr(inner, "cause", None)]
         pending += list(getattr(inner, "worker_failures", {}).values())
+    return None
+
+
+def _failed(error: Exception, job: Job) -> TrainingError:
+    """What else Ray says, in its last words."""
     text = str(error).strip().splitlines()
     return TrainingError(
         f"run {job.run_id} failed: {text[-1] if text else type(error).__name__}; run it again to go"
