@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +15,7 @@ from hybrid.audit.level import LEVELS
 
 if TYPE_CHECKING:
     from hybrid.audit.conduct import NodeResult
-    from hybrid.audit.verdict import NodeVerdict
+    from hybrid.audit.report import NodeReport
     from hybrid.project import Project
 
 Progress = Callable[[dict[str, Any]], None]
@@ -24,52 +23,75 @@ PoolName = Literal["gpu", "agents", "all"]
 FOLDER = "audits"
 
 
-@dataclass(frozen=True, kw_only=True)
-class NodeAudit:
-    """One node: what was found, what it amounts to, and what was found the last time."""
+def failed(node: NodeReport) -> bool:
+    """Whether nobody should pay for a node, or compute on it."""
+    return node.verdict.identity == "contradicted" or node.verdict.health == "unfit"
 
-    result: NodeResult
-    verdict: NodeVerdict
-    previous: NodeResult | None
 
-    @property
-    def failed(self) -> bool:
-        """Whether nobody should pay for it, or compute on it."""
-        return self.verdict.identity == "contradicted" or self.verdict.health == "unfit"
+def reason(node: NodeReport) -> str:
+    """The worst finding in a sentence."""
+    from hybrid.audit.report import worst_first
 
-    @property
-    def reason(self) -> str:
-        """The worst finding in a sentence."""
-        order = ("contradicted", "unfit", "degraded", "note")
-        findings = sorted(self.verdict.findings, key=lambda f: order.index(f.severity))
-        return findings[0].text if findings else "nothing is against it"
+    findings = worst_first(node.verdict.findings)
+    return findings[0].text if findings else "nothing is against it"
 
 
 def judged(
-    results: Sequence[NodeResult], folder: Path, level: str, *, when: float | None = None
-) -> list[NodeAudit]:
+    results: Sequence[NodeResult],
+    folder: Path,
+    level: str,
+    earlier: Sequence[NodeReport] = (),
+) -> list[NodeReport]:
     """Hold every node against the table of GPUs and against its own past, and keep what was found.
 
     Args:
         folder: where audits are kept, by node.
+        earlier: an audit to compare with in place of the last that was kept.
     """
+    done, when = [], time.time()
+    for result in results:
+        node = _judge(result, earlier, history.previous(folder, result.name))
+        result.findings = list(node.verdict.findings)
+        history.save(folder, result, level=level, when=when)
+        done.append(node)
+    return done
+
+
+def _judge(
+    result: NodeResult, earlier: Sequence[NodeReport], kept: NodeResult | None = None
+) -> NodeReport:
+    """One node's verdict, with what an earlier audit said of it or of its GPUs."""
+    from hybrid.audit.report import NodeReport, earlier_of, handed_back
     from hybrid.audit.specs import load_specs
     from hybrid.audit.verdict import judge
 
-    specs, done = load_specs(), []
-    when = time.time() if when is None else when
-    for result in results:
-        before = history.previous(folder, result.name)
-        verdict = judge(
-            result.readings,
-            specs,
-            before.readings if before else None,
-            findings=result.findings,
+    before = earlier_of(result, earlier) or kept
+    verdict = judge(
+        result.readings,
+        load_specs(),
+        before.readings if before else None,
+        findings=[*result.findings, *handed_back(result, earlier)],
+    )
+    return NodeReport(result=result, verdict=verdict, previous=before)
+
+
+def read_saved(paths: Sequence[Path], earlier: Sequence[NodeReport] = ()) -> list[NodeReport]:
+    """Judge saved outputs: each path is one node, a file or a folder of them. Nothing is measured.
+
+    Raises:
+        DataError: a path is not there, or is none of the outputs that are read.
+    """
+    from hybrid.audit.captures import capture_files, read_capture_file
+    from hybrid.audit.conduct import NodeResult
+
+    results = [
+        NodeResult(
+            name=path.name,
+            readings=[r for file in capture_files([path]) for r in read_capture_file(file)],
         )
-        result.findings = list(verdict.findings)
-        history.save(folder, result, level=level, when=when)
-        done.append(NodeAudit(result=result, verdict=verdict, previous=before))
-    return done
+        for path in paths
+    ]
+    return [_judge(result, earlier) for result in results]
 
 
 def audit(
@@ -77,14 +99,16 @@ def audit(
     *,
     level: str = "quick",
     pool: PoolName = "gpu",
+    earlier: Sequence[NodeReport] = (),
     on_progress: Progress | None = None,
-) -> list[NodeAudit]:
+) -> list[NodeReport]:
     """Audit the nodes of the cluster that is there, or this machine when there is none.
 
     Args:
         project: whose cluster and folder; None: the cluster at RAY_ADDRESS, and ./.hybrid.
         level: "quick" (a minute) or "full".
         pool: which nodes of a cluster.
+        earlier: an audit to compare with in place of the last that was kept.
         on_progress: called with {"node", "device", "probe", "outcome"} after each step.
 
     Raises:
@@ -102,7 +126,7 @@ def audit(
             from hybrid.audit.cluster import audit_cluster
 
             results = audit_cluster(chosen, pool=pool, on_progress=on_progress)
-    return judged(results, folder, level)
+    return judged(results, folder, level, earlier)
 
 
 def gate(project: Project, on_progress: Progress | None = None) -> dict[str, str]:
@@ -112,13 +136,13 @@ def gate(project: Project, on_progress: Progress | None = None) -> dict[str, str
         return {}
     say = on_progress or (lambda record: None)
     say({"message": "auditing the gpu pool (training.audit)"})
-    failed = [a for a in audit(project, pool="gpu") if a.failed and a.result.node_id]
+    bad = [n for n in audit(project, pool="gpu") if failed(n)]
     done = "left out" if mode == "require" else "used all the same (training.audit: warn)"
-    for a in failed:
-        say({"message": f"{a.result.name} fails the audit and is {done}: {a.reason}"})
+    for node in bad:
+        say({"message": f"{node.result.name} fails the audit and is {done}: {reason(node)}"})
     if mode == "warn":
         return {}
-    return {a.result.node_id: a.reason for a in failed if a.result.node_id}
+    return {node.result.node_id: reason(node) for node in bad if node.result.node_id}
 
 
 def _connected() -> bool:

@@ -16,6 +16,8 @@ from hybrid.audit import conduct, rally
 from hybrid.audit.conduct import Conductor, NodeResult
 from hybrid.audit.judgement import of_node, of_peers
 from hybrid.audit.reading import Reading
+from hybrid.audit.specs import load_specs
+from hybrid.audit.verdict import judge
 
 
 def audit(*members: Any, level: Any = TINY) -> list[NodeResult]:
@@ -43,8 +45,12 @@ def values(result: NodeResult, name: str) -> list[Any]:
 
 def test_each_lie_is_found_by_the_reading_it_shows_in() -> None:
     (node,) = audit(member("n", "Honest", "HostBacked", "Forgetful", "WrongProduct"))
-    assert (1, "measured.chunk_min_gib_s") in caught(node, "memory-partly-slow")
-    assert caught(node, "wrong-data") == [(2, "measured.memory_errors")]
+    verdict = judge(node.readings, load_specs(), findings=node.findings)
+    node.findings = list(verdict.findings)
+    assert (1, "measured.chunk_min_gib_s") in caught(node, "host-backed-memory")
+    assert caught(node, "memory-errors") == [(2, "measured.memory_errors")]
+    assert [g.health for g in verdict.gpus][2:] == ["unfit", "unfit"]
+    assert verdict.gpus[1].identity == verdict.identity == "contradicted"
     assert caught(node, "challenge-wrong") == [(3, "challenge.correct")]
     assert caught(node, "challenge-not-repeatable") == [(3, "challenge.repeat_identical")]
     assert values(node, "challenge.correct") == [True, True, True, False]
@@ -142,7 +148,7 @@ class Dying(Silent):
     def call(self, method: str, *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
         if method == "describe":
-            future.set_result({"name": "d", "boot_id": "other", "devices": ["cpu"]})
+            future.set_result({"boot_id": "other", "fabric_gib_s": None, "devices": ["cpu"]})
         else:
             future.set_exception(RuntimeError("The actor died because its node has died."))
         return future

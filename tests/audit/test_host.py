@@ -72,6 +72,21 @@ def test_cores_that_are_online(tmp_path: Path, listed: str, count: int) -> None:
     assert host.online_cores(root) == count
 
 
+def test_the_fabric_is_what_its_active_ports_carry(tmp_path: Path) -> None:
+    ports = {
+        "mlx5_0": ("400 Gb/sec (4X NDR)", "4: ACTIVE"),
+        "mlx5_1": ("10 Gb/sec", "1: DOWN"),
+        "mlx5_2": ("400 Gb/sec (4X NDR)", "4: ACTIVE"),
+        "odd": ("fast", "4: ACTIVE"),
+    }
+    files = {}
+    for name, (rate, state) in ports.items():
+        files[f"sys/class/infiniband/{name}/ports/1/rate"] = rate
+        files[f"sys/class/infiniband/{name}/ports/1/state"] = state
+    assert host.fabric_gib_s(write(tmp_path, files)) == pytest.approx(100e9 / 2**30)
+    assert host.fabric_gib_s(tmp_path / "none") is None
+
+
 def test_stolen_time(tmp_path: Path) -> None:
     write(tmp_path, {"proc/stat": "cpu 100 0 0 800 100 0 0 0 50 0\ncpu0 1\n"})
     before = host.cpu_times(tmp_path)

@@ -25,7 +25,7 @@ def test_memory_that_is_the_hosts_is_slow_in_parts() -> None:
     slowest = found["chunk_min_gib_s"]
     assert isinstance(slowest.value, float)
     assert slowest.value < 0.06  # the link's speed
-    assert slowest.detail["fastest_gib_s"] > 10 * slowest.value
+    assert max(rate for _, rate in slowest.curve) > 10 * slowest.value
     slow = [x for x, rate in slowest.curve if rate < 0.06]
     assert len(slow) == 15  # of 30: the other half is real
     assert found["memory_errors"].value == 0

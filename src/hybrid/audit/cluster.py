@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -112,13 +111,3 @@ def audit_cluster(
 def _claims(resources: dict[str, float]) -> dict[str, Any]:
     memory = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)
     return {"cores": resources.get("CPU"), "memory_bytes": int(memory) or None}
-
-
-def failing(results: Sequence[NodeResult]) -> dict[str, str]:
-    """Ray's ids of the nodes that must not be trained on, each with the reason."""
-    return {
-        result.node_id: worst[0].text
-        for result in results
-        if result.node_id is not None
-        and (worst := [f for f in result.findings if f.severity in ("contradicted", "unfit")])
-    }

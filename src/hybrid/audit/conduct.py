@@ -8,6 +8,7 @@ collectives.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections import Counter
@@ -19,12 +20,14 @@ from typing import Any, Protocol
 
 from hybrid.audit.level import Level
 from hybrid.audit.process import ProbeFailed
+from hybrid.audit.proof import Trust
 from hybrid.audit.reading import Finding, Reading
 from hybrid.audit.wire import reading_from_json
 from hybrid.audit.worker import DEVICE_PROBES, HOST_PROBES
 
 GRACE_S = 10.0
 START_S = 90.0
+NO_TRUST = Trust()
 OnProgress = Callable[[dict[str, Any]], None]
 
 
@@ -51,6 +54,7 @@ class NodeResult:
     Attributes:
         name: of the node, unique in the audit.
         node_id: Ray's; None without Ray.
+        fabric_gib_s: what the node's InfiniBand or RoCE ports carry, by their own word.
         lost: why the node stopped answering; None while it does.
         findings: those of the driver (hangs, challenges, collectives, peers).
     """
@@ -59,6 +63,7 @@ class NodeResult:
     node_id: str | None = None
     pool: str | None = None
     boot_id: str = ""
+    fabric_gib_s: float | None = None
     devices: list[str] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -73,10 +78,16 @@ class Conductor:
     """One audit of some members."""
 
     def __init__(
-        self, members: Sequence[Member], level: Level, *, on_progress: OnProgress | None = None
+        self,
+        members: Sequence[Member],
+        level: Level,
+        *,
+        trust: Trust = NO_TRUST,
+        on_progress: OnProgress | None = None,
     ) -> None:
         self.members = list(members)
         self.level = level
+        self.trust = trust
         self._say = on_progress or (lambda record: None)
         self._speak = threading.Lock()
         self.results = [
@@ -173,16 +184,28 @@ class Conductor:
         if told is None:
             self.results[i].lost = self.results[i].lost or "it could not say what it has"
             return
-        self.results[i].boot_id, self.results[i].devices = told["boot_id"], told["devices"]
+        result = self.results[i]
+        result.boot_id, result.devices = told["boot_id"], told["devices"]
+        result.fabric_gib_s = told["fabric_gib_s"]
 
     def _probe_all(self, i: int) -> None:
         """Host probes one after the other, then all devices at once, each its probes in order."""
         result = self.results[i]
+        self._proof(i)
         for name in HOST_PROBES:
             self._probe(i, "host", name)
         if result.devices:
             with ThreadPoolExecutor(max_workers=len(result.devices)) as threads:
                 list(threads.map(lambda device: self._probe_device(i, device), result.devices))
+
+    def _proof(self, i: int) -> None:
+        """The cloud's signed word on the machine, checked here."""
+        from hybrid.audit import proof
+
+        nonce = f"{secrets.randbelow(10**10):010d}"
+        signed = self.attempt(i, "host", "proof", self.level.probe_s, "proof", nonce)
+        if signed is not None:
+            self.results[i].readings += proof.verify(signed, self.trust, nonce)
 
     def _probe_device(self, i: int, device: str) -> None:
         if self.attempt(i, device, "open", START_S, "open", device) is None:

@@ -139,7 +139,7 @@ class CudaDevice:
             width = (folder / "current_link_width").read_text().strip()
         except OSError:
             speed, width = [], ""
-        if speed and speed[0] in _GENERATIONS and width.isdigit():
+        if speed and speed[0] in _GENERATIONS and width.isdecimal():
             return Link(_GENERATIONS[speed[0]], int(width), "sysfs")
         if self._nvml is None:
             return None

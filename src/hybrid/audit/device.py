@@ -241,7 +241,7 @@ def open_device(spec: str) -> Device:
     """
     if spec == "cpu":
         return CpuDevice()
-    if spec.startswith("cuda:") and spec[5:].isdigit():
+    if spec.startswith("cuda:") and spec[5:].isdecimal():
         from hybrid.audit.cuda import CudaDevice
 
         return CudaDevice(int(spec[5:]))

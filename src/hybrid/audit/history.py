@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from pathlib import Path
@@ -19,6 +20,9 @@ from hybrid.audit.wire import (
 from hybrid.errors import DataError
 
 
+log = logging.getLogger(__name__)
+
+
 def to_json(result: NodeResult, *, level: str, when: float) -> dict[str, Any]:
     """One node's audit as plain data; see docs/audit.md."""
     return {
@@ -29,6 +33,7 @@ def to_json(result: NodeResult, *, level: str, when: float) -> dict[str, Any]:
         "node_id": result.node_id,
         "pool": result.pool,
         "boot_id": result.boot_id,
+        "fabric_gib_s": result.fabric_gib_s,
         "devices": result.devices,
         "lost": result.lost,
         "readings": [reading_to_json(r) for r in result.readings],
@@ -48,12 +53,13 @@ def from_json(data: dict[str, Any]) -> NodeResult:
             node_id=data["node_id"],
             pool=data["pool"],
             boot_id=data["boot_id"],
+            fabric_gib_s=data["fabric_gib_s"],
             devices=list(data["devices"]),
             lost=data["lost"],
             readings=[reading_from_json(r) for r in data["readings"]],
             findings=[finding_from_json(f) for f in data["findings"]],
         )
-    except (KeyError, TypeError, ValueError) as e:
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise DataError(f"not an audit of a node: {type(e).__name__}: {e}") from None
 
 
@@ -77,18 +83,16 @@ def save(root: Path, result: NodeResult, *, level: str, when: float | None = Non
 
 
 def previous(root: Path, name: str) -> NodeResult | None:
-    """The latest kept audit of a node; None when there is none.
+    """The latest kept audit of a node that can be read; None when there is none.
 
-    Raises:
-        DataError: the file is damaged; the message names it.
+    A damaged file is said, and passed over: an audit that was paid for must not be lost for it.
     """
-    files = sorted(_folder(root, name).glob("*.json"))
-    if not files:
-        return None
-    try:
-        return from_json(json.loads(files[-1].read_text(encoding="utf-8")))
-    except (ValueError, DataError) as e:
-        raise DataError(f"{files[-1]}: {e}; remove it to go on without comparing") from None
+    for path in sorted(_folder(root, name).glob("*.json"), reverse=True):
+        try:
+            return from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, DataError) as e:
+            log.warning("%s cannot be read and is not compared with: %s", path, e)
+    return None
 
 
 def document(results: list[NodeResult], *, level: str, when: float) -> dict[str, Any]:

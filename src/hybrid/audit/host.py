@@ -5,6 +5,7 @@ Linux only. Every function takes the root of the file system, so that tests read
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     found = []
     for folder in _upwards(root / "sys/fs/cgroup", unified):
         words = (_text(folder / "cpu.max") or "").split()
-        if len(words) == 2 and words[0].isdigit() and int(words[1]) > 0:
+        if len(words) == 2 and words[0].isdecimal() and int(words[1]) > 0:
             found.append(int(words[0]) / int(words[1]))
     for folder in _upwards(root / "sys/fs/cgroup/cpu", legacy.get("cpu", "/")):
         quota, period = (_number(folder / f"cpu.cfs_{n}_us") for n in ("quota", "period"))
@@ -98,7 +99,7 @@ def memory_used(root: Path = ROOT) -> int | None:
 
 def _number(path: Path) -> int | None:
     text = (_text(path) or "").strip()
-    return int(text) if text.lstrip("-").isdigit() else None
+    return int(text) if text.removeprefix("-").isdecimal() else None
 
 
 def memory_total(root: Path = ROOT) -> int | None:
@@ -119,7 +120,7 @@ def _meminfo(root: Path, key: str) -> int | None:
     for line in (_text(root / "proc/meminfo") or "").splitlines():
         name, _, value = line.partition(":")
         words = value.split()
-        if name == key and words and words[0].isdigit():
+        if name == key and words and words[0].isdecimal():
             return int(words[0]) * 1024
     return None
 
@@ -135,10 +136,25 @@ def online_cores(root: Path = ROOT) -> int:
     count = 0
     for part in filter(None, listed.split(",")):
         first, _, last = part.partition("-")
-        if not (first.isdigit() and (last or first).isdigit()):
+        if not (first.isdecimal() and (last or first).isdecimal()):
             return os.cpu_count() or 1
         count += int(last or first) - int(first) + 1
     return count or os.cpu_count() or 1
+
+
+def fabric_gib_s(root: Path = ROOT) -> float | None:
+    """What this node's InfiniBand and RoCE ports carry together, one way; None without any.
+
+    By the rate that each active port has trained to: "400 Gb/sec (4X NDR)".
+    """
+    total = 0.0
+    for port in sorted(root.glob("sys/class/infiniband/*/ports/*")):
+        words = (_text(port / "rate") or "").split()
+        active = "ACTIVE" in (_text(port / "state") or "")
+        if active and len(words) > 1 and words[1] == "Gb/sec":
+            with contextlib.suppress(ValueError):
+                total += float(words[0]) * 1e9 / 8 / 2**30
+    return total or None
 
 
 @dataclass(frozen=True)
@@ -154,7 +170,7 @@ def cpu_times(root: Path = ROOT) -> CpuTimes | None:
     """The counters now; None where there is no /proc/stat."""
     lines = (_text(root / "proc/stat") or "").splitlines()
     words = lines[0].split() if lines else []
-    if len(words) < 9 or words[0] != "cpu" or not all(w.isdigit() for w in words[1:]):
+    if len(words) < 9 or words[0] != "cpu" or not all(w.isdecimal() for w in words[1:]):
         return None
     ticks = [int(w) for w in words[1:]]
     # user and nice hold guest time already (proc(5)), so the last two columns are left out.

@@ -1,6 +1,6 @@
 """Findings of the driver: hung steps, wrong answers, cores that are not there, slow peers.
 
-What a GPU should be by its data sheet is `verdict.py`'s; here is what needs no data sheet.
+What a node says of its GPUs, and what was measured of each, is `verdict.py`'s to judge.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ STOLEN = 0.10
 """Share of the time that a hypervisor may give to others before the node is degraded."""
 SHARED_CARD = 1.7
 """By how much a GPU may slow down when its neighbours work too; two sharing one card: 2."""
-SLOW_CHUNK = 0.4
-"""Share of a GPU's fastest part of memory below which another part is not the same memory: HBM is
-20 times as fast as PCIe 5, GDDR6 five times."""
 GPU_PEERS = 0.85
 """Share of the peers' median below which a GPU is slow: genuine ones of a node spread by 5 %."""
 CPU_PEERS = 0.70
@@ -46,7 +43,7 @@ _OUTCOMES: dict[Any, tuple[Severity, str]] = {
 def of_node(result: NodeResult) -> list[Finding]:
     """Findings of one node's own readings."""
     found = [f for r in result.readings if (f := _of_outcome(r)) is not None]
-    for judge in (_of_memory, _of_challenge):
+    for judge in (_of_host_memory, _of_challenge):
         found += [f for r in result.readings if (f := judge(r)) is not None]
     found += _of_host(result)
     found += _of_collectives(result)
@@ -82,25 +79,11 @@ def _of_outcome(r: Reading) -> Finding | None:
     )
 
 
-def _of_memory(r: Reading) -> Finding | None:
-    gpu = "the device" if r.gpu is None else f"GPU {r.gpu}"
-    if r.name.endswith(".chunk_min_gib_s") and isinstance(r.value, float):
-        fastest = r.detail.get("fastest_gib_s")
-        # A CPU's memory is paged in by the kernel and disturbed by everyone: not judged by this.
-        if r.gpu is None or not fastest or r.value >= SLOW_CHUNK * fastest:
-            return None
-        slow = sum(rate < SLOW_CHUNK * fastest for _, rate in r.curve)
-        text = (
-            f"{slow} of {len(r.curve)} parts of the memory of {gpu} are slow ({r.value:.3g} GiB/s,"
-            f" others up to {fastest:.3g}): as the host's memory behind the link would be"
-        )
-        expected = Expectation(low=SLOW_CHUNK * fastest, source="the device's own fastest part")
-        return _finding("memory-partly-slow", "identity", "contradicted", text, [r], expected)
-    if r.name.startswith(("measured.", "cpu.")) and r.name.endswith("_errors") and r.value:
-        what = "a peer got other data than was sent" if "p2p" in r.name else "memory lost data"
-        text = f"{gpu}: {what} ({r.value} places)"
-        return _finding("wrong-data", "health", "unfit", text, [r])
-    return None
+def _of_host_memory(r: Reading) -> Finding | None:
+    if not (r.name.startswith("cpu.") and r.name.endswith("_errors")) or not r.value:
+        return None
+    text = f"the host's memory did not keep what was written: {r.value} places"
+    return _finding("host-memory-errors", "health", "unfit", text, [r])
 
 
 def _of_challenge(r: Reading) -> Finding | None:

@@ -84,11 +84,7 @@ def probe_memory(device: Device, level: Level) -> list[Reading]:
         reading(device, "memory_errors", sum(wrong.values()), "count", detail=detail),
         reading(
             device, "chunk_min_gib_s", None if slowest is None else rates[slowest], "GiB/s",
-            curve=curve, detail={
-                "slowest_chunk": slowest,
-                "chunk_bytes": size,
-                "fastest_gib_s": max(rates.values(), default=None),
-            },
+            curve=curve, detail={"slowest_chunk": slowest, "chunk_bytes": size},
         ),
         reading(
             device, "chunk_median_gib_s",

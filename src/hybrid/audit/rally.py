@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid.audit.conduct import GRACE_S, gpu_of
 from hybrid.audit.reading import Reading
+from hybrid.audit.specs import load_specs
 from hybrid.audit.timing import GIB
 
 if TYPE_CHECKING:
@@ -245,13 +246,19 @@ def collect_all(conductor: Conductor) -> None:
         (size, collectives.bus_bandwidth(int(size), seconds, len(ready))) for size, seconds in curve
     ]
     alg = tuple((size, size / GIB / seconds) for size, seconds in curve)
-    kind, why = collectives.classify(bus)
+    nominal = _nominal(conductor, nodes)
+    kind, why = collectives.classify(bus, nominal)
+    used = {a["transport"] for a in answers.values() if a["transport"]}
+    if nominal is not None and len(nodes) > 1 and used == {"Socket"}:
+        kind, why = "socket", "NCCL's own log: it uses sockets, though the nodes have a fabric"
     pairs = {(int(a), int(b)): rate for r in answers.values() for a, b, rate in r["pairs"]}
     for n, i in enumerate(nodes):
         theirs = [rate for pair, rate in pairs.items() if n in pair]
         wrong = sorted({s for rank, a in answers.items() if group[rank] == n for s in a["wrong"]})
-        detail = {"ranks": len(ready), "nodes": len(nodes),
-                  "backend": next(iter(answers.values()))["backend"]}  # fmt: skip
+        detail = {
+            "ranks": len(ready), "nodes": len(nodes), "nominal_gib_s": nominal,
+            "backend": next(iter(answers.values()))["backend"], "transport": sorted(used),
+        }  # fmt: skip
         add = conductor.results[i].readings.append
         for name, value, unit, points, more in (
             ("collective.algbw_gib_s", max(y for _, y in alg), "GiB/s", alg, {}),
@@ -267,6 +274,21 @@ def collect_all(conductor: Conductor) -> None:
                     curve=points, detail={**detail, **more},
                 )
             )  # fmt: skip
+
+
+def _nominal(conductor: Conductor, nodes: list[int]) -> float | None:
+    """What the slowest link that all-reduce must cross carries, in GiB/s; None: not known.
+
+    Between nodes that is the fabric, within one the NVLink of its product (one direction).
+    """
+    results = [conductor.results[i] for i in nodes]
+    if len(results) > 1:
+        fabrics = [r.fabric_gib_s for r in results]
+        return min((f for f in fabrics if f is not None), default=None) if all(fabrics) else None
+    names = [str(r.value) for r in results[0].readings if r.name == "claimed.name" and r.value]
+    products = [sku for name in names for sku in load_specs().by_name(name)]
+    links = [sku.nvlink_total_gbs for sku in products if sku.nvlink_total_gbs is not None]
+    return min(links) * 1e9 / 2 / GIB if links else None
 
 
 def _named(

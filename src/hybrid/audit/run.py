@@ -73,12 +73,22 @@ class Machine:
             devices, _ = self._processes["host"].call({"do": "devices"}, _START_S)
         for n, spec in enumerate(devices):
             self._processes[_key(n, spec)] = self._start(spec, self.plan.environment)
-        return {**asdict(here), "devices": [_key(n, spec) for n, spec in enumerate(devices)]}
+        return {
+            **asdict(here),
+            "fabric_gib_s": host.fabric_gib_s(),
+            "devices": [_key(n, spec) for n, spec in enumerate(devices)],
+        }
 
     def open(self, device: str) -> dict[str, Any]:
         """Load what a device needs, so that no probe pays for it. Returns its attributes."""
         attributes: dict[str, Any] = self._call(device, {"do": "open"}, _START_S)[0]
         return attributes
+
+    def proof(self, nonce: str) -> dict[str, str]:
+        """What the cloud signs for this machine, see `proof.fetch`."""
+        command = {"do": "proof", "nonce": nonce}
+        signed: dict[str, str] = self._call("host", command, self.plan.level.probe_s)[0]
+        return signed
 
     def probe(self, device: str, name: str) -> list[dict[str, Any]]:
         """Readings of one probe."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -19,14 +20,16 @@ from hybrid.audit.level import Level
 from hybrid.audit.reading import Reading
 from hybrid.audit.wire import reading_to_json
 
-HOST_PROBES = ("cores", "bandwidth", "host_memory", "disk")
+HOST_PROBES = ("claims", "cores", "bandwidth", "host_memory", "disk")
 DEVICE_PROBES = ("silicon", "cache", "memory", "matmul", "copies", "peers", "load")
 Reply = tuple[Any, bytes]
 
 
 def _host_probe(name: str, level: Level, given: dict[str, Any]) -> list[Reading]:
-    from hybrid.audit import cpu
+    from hybrid.audit import claims, cpu
 
+    if name == "claims":
+        return claims.gather(timeout_s=level.probe_s / 4)
     if name == "cores":
         return cpu.cores(given.get("cores"), level.work_s)
     if name == "bandwidth":
@@ -94,6 +97,12 @@ class Worker:
             readings = probes[name](self.device, level)
         return [reading_to_json(r) for r in readings], b""
 
+    def do_proof(self, command: dict[str, Any]) -> Reply:
+        """Fetch what the cloud signs for this machine."""
+        from hybrid.audit import proof
+
+        return proof.fetch(command["nonce"]), b""
+
     def do_challenge(self, command: dict[str, Any]) -> Reply:
         """Answer a seed with fingerprints."""
         from hybrid.audit import challenges
@@ -116,7 +125,12 @@ class Worker:
         ring = collectives.Ring(**{**command["ring"], "group": tuple(command["ring"]["group"])})
         if ring.interface:
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = ring.interface
-        return collectives.sweep(self.device, ring, Level(**command["level"])), b""
+        with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+            log = Path(folder) / "nccl.log"
+            os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT", NCCL_DEBUG_FILE=str(log))
+            found = collectives.sweep(self.device, ring, Level(**command["level"]))
+            text = log.read_text(errors="replace") if log.exists() else ""
+        return {**found, "transport": collectives.transport(text)}, b""
 
 
 def _end_with_parent(parent: int) -> None:

@@ -26,8 +26,8 @@ from hybrid.training.notice import NOTHING, Notice
 from hybrid.training.parallel import backend
 from hybrid.training.slots import (
     NOBODY,
-    Avoid,
     PLACE_S,
+    Avoid,
     free_slots,
     has_gpus,
     pool_nodes,
