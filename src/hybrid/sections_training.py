@@ -79,8 +79,11 @@ class FaultConfig(Section):
     max_skipped: int = Field(10, ge=0)
     """Steps left out before the run stops after all."""
     hang_s: float = Field(600.0, gt=0)
-    """Seconds without a finished step (or collective) after which the run is declared hung: a
-    report is written and the workers are restarted, as `max_failures` allows."""
+    """Seconds that one phase of a step (data, a micro-batch, the update, a checkpoint, …) may take
+    on any rank before the run is declared hung: a report is written and the workers are restarted,
+    as `max_failures` allows."""
+    straggler: float = Field(0.25, gt=0)
+    """A rank whose own time of a step exceeds the others' by this share for a while is named."""
 
 
 class TrainingConfig(Section):

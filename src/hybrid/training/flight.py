@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
+from torch._C import _distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 DEFAULT_GROUP = "0"
 """The recorder's name for the group of all ranks."""
+
+_c10d: Any = _distributed_c10d  # the stubs lack the recorders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +97,14 @@ def read_flight() -> Flight:
                     )
                 )
     groups = {
-        name: sorted(_world.pg_group_ranks[group]) for group, name in _world.pg_names.items()
+        str(name): sorted(_world.pg_group_ranks[group]) for group, name in _world.pg_names.items()
     }
     return Flight(unfinished=unfinished, entered=entered, groups=groups)
 
 
 def _dumps() -> list[dict[str, Any]]:
     """The recorders' own dumps. They are pickled by torch in this very process."""
-    dumps = [pickle.loads(c10d._dump_fr_trace(True, True, False))]
+    dumps = [pickle.loads(_c10d._dump_fr_trace(True, True, False))]
     if dist.is_nccl_available():
-        dumps.append(pickle.loads(c10d._dump_nccl_trace(True, True, False)))
+        dumps.append(pickle.loads(_c10d._dump_nccl_trace(True, True, False)))
     return dumps

@@ -7,7 +7,6 @@ silent: stopped, gone, or unable to run Python.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from typing import Any
 from hybrid.errors import TrainingError
 from hybrid.training.flight import DEFAULT_GROUP, group_key
 from hybrid.training.processes import ELSEWHERE, Process
+from hybrid.training.progress import read_progress
 
 MOST_SAID = 8
 """Ranks that the summary says where they are, at most."""
@@ -55,8 +55,8 @@ def standstills(accounts: Mapping[int, Mapping[str, Any]], size: int) -> list[St
             key = (group_key(c["name"], c["group"]), c["seq"])
             waits.setdefault(key, {})[rank] = c["name"]
     found = []
-    for (key, seq), names in waits.items():
-        group = key.partition(":")[2]
+    for (kept, seq), names in waits.items():
+        group = kept.partition(":")[2]
         members = list(range(size))
         if group != DEFAULT_GROUP:
             one = next(iter(names))
@@ -75,7 +75,7 @@ def standstills(accounts: Mapping[int, Mapping[str, Any]], size: int) -> list[St
                     rank
                     for rank in members
                     if rank not in accounts
-                    or accounts[rank]["flight"]["entered"].get(key, 0) < seq
+                    or accounts[rank]["flight"]["entered"].get(kept, 0) < seq
                 ],
                 others={rank: other for rank, other in names.items() if other != name},
             )
@@ -193,7 +193,9 @@ def as_text(report: Mapping[str, Any]) -> str:
         for c in account["flight"]["unfinished"]:
             lines.append(f"  in {c['name']} #{c['seq']} {c['sizes']} for {c['seconds']:.1f} s")
         for thread in account["threads"]:
-            waits = f", waits in {thread['waits_in']}" if thread["waits_in"] not in ("", "0") else ""
+            waits = (
+                f", waits in {thread['waits_in']}" if thread["waits_in"] not in ("", "0") else ""
+            )
             lines.append(f"  thread {thread['name']}: {thread['state']}{waits}")
             lines += [f"    {frame}" for frame in thread["stack"]]
         lines.append("  native threads:")
@@ -202,9 +204,14 @@ def as_text(report: Mapping[str, Any]) -> str:
 
 
 def latest_summary(folder: Path, since: float) -> str | None:
-    """The summary and the path of a run's newest report written after `since` (UNIX seconds)."""
-    reports = [p for p in folder.glob("hang-*.json") if p.stat().st_mtime >= since]
-    if not reports:
-        return None
-    newest = max(reports, key=lambda p: p.stat().st_mtime)
-    return f"{json.loads(newest.read_text())['summary']}; the whole report: {newest}"
+    """Of a run whose last attempt hung: the report's summary and path.
+
+    Args:
+        since: UNIX seconds; what was before is another's.
+    """
+    for record in reversed(read_progress(folder)):
+        if record["time"] < since or record["event"] == "start":
+            return None
+        if record["event"] == "hang":
+            return f"{record['summary']}; the whole report: {record['report']}"
+    return None

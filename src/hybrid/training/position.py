@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -27,7 +28,15 @@ class Position:
         """Say what is done from here on, in the same step or in `step`."""
         self.now = Place(self.now.step if step is None else step, phase, time.monotonic())
 
+    def wait(self, phase: str) -> None:
+        """Say that nothing is to happen from here on, for as long as it takes."""
+        self.now = Place(self.now.step, phase, math.inf)
+
     def as_record(self) -> dict[str, Any]:
         """`step`, `phase` and `seconds` in it so far."""
         step, phase, since = self.now
-        return {"step": step, "phase": phase, "seconds": round(time.monotonic() - since, 3)}
+        return {
+            "step": step,
+            "phase": phase,
+            "seconds": round(max(time.monotonic() - since, 0.0), 3),
+        }

@@ -3,7 +3,7 @@
 Ranks tell one another what they know through files in the run's folder: a hung collective cannot
 carry it, nor can a store that lives in a process that may be the hung one. All of a run's files:
 
-    runs/<run>/watch/<attempt>/rank-3.json     where rank 3 is, anew now and then; at last its account
+    runs/<run>/watch/<attempt>/rank-3.json     where rank 3 is, now and then; at last its account
     runs/<run>/watch/<attempt>/rank-3.native   stacks written without Python's interpreter lock
     runs/<run>/hang-<time>.json, .txt          the report, written by whoever is first
 """
@@ -69,6 +69,7 @@ class Watchdog:
         end: Callable[[str], None] | None = None,
     ) -> None:
         self._folder = folder
+        self._home = folder / FOLDER
         self._world = world
         self._position = position
         self._limit_s = limit_s
@@ -83,10 +84,10 @@ class Watchdog:
         told = self._world.gather((self._me, uuid.uuid4().hex[:8]))
         self.processes: list[Process] = [process for process, _ in told]
         """Of all ranks, in order of rank."""
-        watch = self._folder / FOLDER
-        self._home = watch / told[0][1]
         if self._world.rank == 0:
-            shutil.rmtree(watch, ignore_errors=True)  # of attempts that were killed
+            shutil.rmtree(self._home, ignore_errors=True)  # of attempts that were killed
+        self._home = self._home / told[0][1]
+        if self._world.rank == 0:
             self._home.mkdir(parents=True)
         self._world.gather(None)
         self._native: IO[bytes] = self._mine(".native").open("wb")
@@ -181,7 +182,8 @@ class Watchdog:
 
     def _read_all(self) -> tuple[dict[int, Any], dict[int, Any]]:
         """Accounts, and the last signs of life of ranks that have written none."""
-        accounts, seen = {}, {}
+        accounts: dict[int, Any] = {}
+        seen: dict[int, Any] = {}
         for rank in range(self._world.size):
             path = self._home / f"rank-{rank}.json"
             if path.exists():
