@@ -1,4 +1,4 @@
-"""Hangs, for real: a stopped process, one that holds the interpreter's lock, one asleep in Python."""
+"""Hangs, for real: a stopped process, a held interpreter lock, a rank asleep in Python."""
 
 from __future__ import annotations
 
@@ -70,8 +70,9 @@ def test_a_stopped_rank_and_one_that_cannot_run_python_are_named_by_the_one_that
     assert any("all_reduce" in frame for frame in waiting["threads"][0]["stack"])
     assert any("stop_and_hold" in frame for frame in waiting["flight"]["unfinished"][0]["frames"])
     assert f"gloo:all_reduce #{first['seq']}" in report["summary"]
-    assert f"rank 1 (pid {stopped['pid']} on node-1) is missing from it: stopped" in (
-        report["summary"]
+    assert (
+        f"rank 1 (pid {stopped['pid']} on node-1) is missing from it: stopped"
+        in (report["summary"])
     )
 
 

@@ -110,12 +110,15 @@ def compose(
             continue
         seen = (a["neighbours"].get(str(process.rank), ELSEWHERE) for a in accounts.values())
         state = next((s for s in seen if s != ELSEWHERE), "unknown: nobody else is on its node")
+        stacks = native_stacks.get(process.rank, "")
+        if stacks:
+            state += ", with the interpreter's lock held"
         silent.append(
             {
                 **asdict(process),
                 "state": state,
                 "last_seen": dict(last_seen.get(process.rank, {})),
-                "native_stacks": native_stacks.get(process.rank, ""),
+                "native_stacks": stacks,
             }
         )
     step = max(account["step"] for account in accounts.values())

@@ -74,18 +74,18 @@ class Process:
         return STATES.get(stat[0], stat[0])
 
 
-def thread_records(*, but: int | None = None) -> list[dict[str, Any]]:
-    """Every Python thread of this process, the main one first, and the kernel's word on it.
+def thread_records(*, first: int, but: int) -> list[dict[str, Any]]:
+    """The Python threads of this process, and the kernel's word on each.
 
     Each has `name`, `native_id`, `state`, `waits_in` (the kernel function it sleeps in) and `stack`
     (innermost last: `file:line function: source line`).
 
     Args:
-        but: the ident of a thread to leave out.
+        first: the ident of the thread to begin with.
+        but: of one to leave out.
     """
     frames = sys._current_frames()
-    main = threading.main_thread()
-    known = sorted(threading.enumerate(), key=lambda thread: thread is not main)
+    known = sorted(threading.enumerate(), key=lambda thread: thread.ident != first)
     records = []
     for thread in known:
         frame = frames.get(thread.ident or 0)

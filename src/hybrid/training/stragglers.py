@@ -122,7 +122,7 @@ class Stragglers:
             slower = mine / others - 1 if others > 0 else 0.0
             skew = max(skew, slower)
             if slower > self._share and mine - others > FLOOR_S:
-                slow.append({"rank": rank, "node": self._nodes[rank], "slower": round(slower, 3)})
+                slow.append({"rank": rank, "node": self._nodes[rank], "slower": round(slower, 4)})
         return {
             "p50_s": [round(median, 6) for median in medians],
             "max_s": [round(max(times), 6) for times in ranks],

@@ -91,6 +91,7 @@ class Watchdog:
             self._home.mkdir(parents=True)
         self._world.gather(None)
         self._native: IO[bytes] = self._mine(".native").open("wb")
+        self._trains = threading.get_ident()  # Ray Train's is not the process' main thread
         self._thread.start()
         return self
 
@@ -170,7 +171,7 @@ class Watchdog:
             **asdict(self._me),
             **self._position.as_record(),
             "time": time.time(),
-            "threads": thread_records(but=threading.get_ident()),
+            "threads": thread_records(first=self._trains, but=threading.get_ident()),
             "native_threads": native_threads(),
             "flight": flight,
             "neighbours": {
