@@ -51,7 +51,7 @@ def test_the_run_goes_on_with_the_next_steps_data(single: Job) -> None:
     assert all(math.isfinite(loss) for loss in losses(single))
     [bad] = [r for r in read_progress(single.folder) if r["event"] == "bad_step"]
     assert (bad["step"], bad["action"]) == (3, "skip")
-    assert "not finite" in bad["reason"]
+    assert "not finite" in bad["message"]
     assert Path(bad["batch"]).exists()
 
 

@@ -55,7 +55,7 @@ def test_a_stopped_worker_costs_a_restart_from_the_last_checkpoint_if_one_is_all
     folder = tmp_path / "runs/run"
     stopper = threading.Thread(target=stop_rank_1, args=(folder, 1))
     stopper.start()
-    registry = Registry.open(config.registry)
+    registry = Registry(config.registry.root)
     try:
         if max_failures:
             train_base(config, registry, run_id="run")
@@ -66,7 +66,7 @@ def test_a_stopped_worker_costs_a_restart_from_the_last_checkpoint_if_one_is_all
         stopper.join()
     events = read_progress(folder)
     [hang] = [r for r in events if r["event"] == "hang"]
-    assert "is missing from it: stopped (SIGSTOP)" in hang["summary"]
+    assert "is missing from it: stopped (SIGSTOP)" in hang["message"]
     assert Path(hang["report"]).exists()
     first, *more = [r for r in events if r["event"] == "start"]
     for worker in first["workers"]:

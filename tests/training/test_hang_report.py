@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hybrid.training.hang_report import as_text, compose, latest_summary, standstills
+from hybrid.training.hang_report import as_text, compose, last_hang, standstills
 from hybrid.training.processes import ELSEWHERE, STOPPED, Process
 from hybrid.training.progress import Progress
 
@@ -150,11 +150,11 @@ def test_without_a_collective_every_rank_says_where_it_is_but_not_all_of_a_thous
 
 
 def test_the_last_attempts_hang_is_the_one_that_counts(tmp_path: Path) -> None:
-    assert latest_summary(tmp_path, 0) is None
+    assert last_hang(tmp_path, 0) is None
     progress = Progress(tmp_path)
     progress.write("start", step=0)
-    progress.write("hang", step=3, summary="it hangs", report="r.json")
-    assert latest_summary(tmp_path, 0) == "it hangs; the whole report: r.json"
-    assert latest_summary(tmp_path, 1e12) is None  # of an earlier driver
+    progress.write("hang", step=3, message="it hangs")
+    assert last_hang(tmp_path, 0) == "it hangs"
+    assert last_hang(tmp_path, 1e12) is None  # of an earlier driver
     progress.write("start", step=0)
-    assert latest_summary(tmp_path, 0) is None
+    assert last_hang(tmp_path, 0) is None

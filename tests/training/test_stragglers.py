@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 import worlds
@@ -26,6 +24,7 @@ def test_a_rank_that_is_slow_for_a_window_is_named_once_and_when_it_recovers() -
     assert events[WINDOW - 1] is first
     assert first["slow"] == [{"rank": 2, "node": "b", "slower": 0.5}]
     assert first["skew"] == 0.5
+    assert first["message"].endswith("rank 2 on b by 50 %")
     assert first["p50_s"] == [1.0, 1.0, 1.5, 1.1]
     events = [watch.add([1.0, 1.0, 1.0, 1.0]) for _ in range(WINDOW)]
     [recovered] = [event for event in events if event]

@@ -45,7 +45,7 @@ def the_report(folder: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(path.read_text())
     [event] = [r for r in read_progress(folder) if r["event"] == "hang"]
     assert event["report"] == str(path)
-    assert event["summary"] == report["summary"]
+    assert event["message"] == f"{report['summary']}; the whole report: {path}"
     assert report["error"]["code"] == "training_error"
     assert path.with_suffix(".txt").read_text().startswith(report["summary"])
     return report

@@ -206,7 +206,7 @@ def as_text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def latest_summary(folder: Path, since: float) -> str | None:
+def last_hang(folder: Path, since: float) -> str | None:
     """Of a run whose last attempt hung: the report's summary and path.
 
     Args:
@@ -216,5 +216,5 @@ def latest_summary(folder: Path, since: float) -> str | None:
         if record["time"] < since or record["event"] == "start":
             return None
         if record["event"] == "hang":
-            return f"{record['summary']}; the whole report: {record['report']}"
+            return str(record["message"])
     return None

@@ -257,7 +257,11 @@ def _bad_step(
         origin={"seed": job.config.run.seed, "data_digest": job.data.digest},
     )
     progress.write(
-        "bad_step", step=step, action=verdict.action, reason=verdict.reason, batch=str(path)
+        "bad_step",
+        step=step,
+        action=verdict.action,
+        message=f"step {step}: {verdict.action}: {verdict.reason}",
+        batch=str(path),
     )
     if verdict.action == "stop":
         raise TrainingError(

@@ -108,11 +108,12 @@ class Stragglers:
 
         Returns:
             `p50_s` and `max_s` of each rank, `skew` (by what share the slowest rank's median
-            exceeds the others'), and `slow`: rank, node, `slower` (a share) of each slow rank.
+            exceeds the others'), `slow` (rank, node, `slower`, a share, of each slow rank), and a
+            `message` of it.
         """
         steps = self._window or self._steps
         if len(self._nodes) < 2 or not steps:
-            return {"p50_s": [], "max_s": [], "skew": 0.0, "slow": []}
+            return {"p50_s": [], "max_s": [], "skew": 0.0, "slow": [], "message": _message([])}
         ranks = list(zip(*steps, strict=True))
         medians = [statistics.median(times) for times in ranks]
         ordered = sorted(medians)
@@ -128,7 +129,15 @@ class Stragglers:
             "max_s": [round(max(times), 6) for times in ranks],
             "skew": round(skew, 4),
             "slow": slow,
+            "message": _message(slow),
         }
+
+
+def _message(slow: list[dict[str, Any]]) -> str:
+    if not slow:
+        return "no rank is slower than the others"
+    said = (f"rank {s['rank']} on {s['node']} by {100 * s['slower']:.0f} %" for s in slow)
+    return f"slower than the others, in their own work: {', '.join(said)}"
 
 
 def _median_without(ordered: list[float], one: float) -> float:

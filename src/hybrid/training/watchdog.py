@@ -207,13 +207,12 @@ class Watchdog:
         path = self._folder / f"hang-{stamp}.json"
         path.write_text(json.dumps(report, indent=1))
         path.with_suffix(".txt").write_text(as_text(report))
-        Progress(self._folder).write(
-            "hang", step=report["step"], summary=report["summary"], report=str(path)
-        )
+        message = f"{report['summary']}; the whole report: {path}"
+        Progress(self._folder).write("hang", step=report["step"], message=message, report=str(path))
         for other in self.processes:
             if other.rank not in accounts and other.state_seen_by(self._me) == STOPPED:
                 os.kill(other.pid, signal.SIGKILL)
-        return f"{report['summary']}; the whole report: {path}"
+        return message
 
 
 def _end(summary: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from hybrid._ray_compat import draining_nodes
 from hybrid.errors import CheckpointError, HybridError, TrainingError, Unavailable
 from hybrid.pools import GPU
-from hybrid.training.hang_report import latest_summary
+from hybrid.training.hang_report import last_hang
 from hybrid.training.loop import Job, train
 from hybrid.training.notice import NOTHING, Notice
 from hybrid.training.parallel import backend
@@ -197,7 +197,7 @@ def _own(error: Exception) -> HybridError | None:
 
 def _failed(error: Exception, job: Job, begun: float) -> TrainingError:
     """Why an attempt that hung was ended, or what else Ray says, in its last words."""
-    if (hang := latest_summary(job.folder, begun)) is not None:
+    if (hang := last_hang(job.folder, begun)) is not None:
         return TrainingError(f"run {job.run_id} hangs: {hang}")
     text = str(error).strip().splitlines()
     return TrainingError(
