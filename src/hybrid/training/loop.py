@@ -50,9 +50,10 @@ class Job:
         return self.folder / "export"
 
     @property
-    def checkpoints(self) -> Path:
-        """Committed checkpoints of this run."""
-        return self.config.run.dir / "checkpoints" / self.run_id
+    def checkpoints(self) -> str:
+        """Path or URL of this run's checkpoints."""
+        storage = self.config.training.checkpoint.storage or self.config.run.dir / "checkpoints"
+        return f"{str(storage).rstrip('/')}/{self.run_id}"
 
 
 def train(
@@ -89,13 +90,12 @@ def train(
     parameters = sum(p.numel() for p in model.parameters())
     model = spread(model, settings.strategy, precision, world)
     optimizer = make_optimizer(model, settings)
-    every = 50 if settings.checkpoint.every == "auto" else settings.checkpoint.every
-    checkpoints = Checkpoints(job.checkpoints, world, settings.checkpoint.keep)
+    progress = Progress(job.folder, enabled=world.rank == 0)
+    checkpoints = Checkpoints(job.checkpoints, world, settings.checkpoint, progress.write)
     restored = checkpoints.restore(model, optimizer)
 
     peak = device_peak(world.device, precision)
     meter = Meter(parameters, peak, world.size, world.device)
-    progress = Progress(job.folder, enabled=world.rank == 0)
     progress.write(
         "start",
         step=restored.step,
@@ -128,25 +128,29 @@ def train(
             world=world,
         )
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            checkpoints.close()
             raise TrainingError(
                 f"step {step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: not"
                 f" finite; lower training.lr ({settings.lr:g}) or look at the data"
             )
         done = step + 1
-        rates = meter.step(result.tokens, time.monotonic() - started, settings.steps - done)
+        seconds = time.monotonic() - started
+        rates = meter.step(result.tokens, seconds, settings.steps - done)
         metrics |= {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **rates}
         progress.write("step", step=done, steps=settings.steps, tokens=result.tokens, **metrics)
 
-        if holdout and (done % settings.eval_every == 0 or done == settings.steps):
+        eval_loss, last = None, done == settings.steps
+        if holdout and (done % settings.eval_every == 0 or last):
             metrics |= _evaluate(model, holdout, settings, world)
-            progress.write("eval", step=done, eval_loss=metrics["eval_loss"])
+            eval_loss = metrics["eval_loss"]
+            progress.write("eval", step=done, eval_loss=eval_loss)
         if world.agree(time.monotonic() - pulse > PULSE_S):
             pulse = time.monotonic()
             report({"step": done, **metrics})
             reclaimed = notice()
-        if reclaimed or done % every == 0 or done == settings.steps:
-            checkpoints.save(done, model, optimizer)
-            progress.write("checkpoint", step=done)
+        if checkpoints.due(done, seconds, eval_loss) or reclaimed or last:
+            wait = reclaimed or last
+            checkpoints.save(done, model, optimizer, eval_loss=eval_loss, wait=wait)
 
     if not metrics and holdout:  # resumed after the last step: only its export was missing
         metrics = _evaluate(model, holdout, settings, world)
