@@ -82,7 +82,7 @@ class Storage:
                 try:
                     yield lambda part: _write_all(stream.fileno(), part)
                     os.fsync(stream.fileno())
-                except OSError:
+                except BaseException:
                     with contextlib.suppress(OSError):  # else it takes room that others need
                         target.unlink()
                     raise
@@ -93,8 +93,12 @@ class Storage:
             try:
                 yield remote.write
             except BaseException:
-                # Closing would finish the upload and leave half a file under the whole one's name.
-                getattr(remote, "discard", remote.close)()
+                # Closing would finish the upload: half a file under the whole one's name. What
+                # undoing raises, of whatever kind, is not what went wrong.
+                with contextlib.suppress(Exception):
+                    getattr(remote, "discard", remote.close)()
+                with contextlib.suppress(Exception):
+                    self.fs.rm_file(self._in_store(path))
                 raise
             remote.close()
 
