@@ -54,11 +54,11 @@ def train_until(made: Any, step: int) -> None:
 
     save = checkpoint.Checkpoints.save
 
-    def stopping(self: Any, done: int, *args: Any) -> Any:
-        path = save(self, done, *args)
+    def stopping(self: Any, done: int, *args: Any, **options: Any) -> None:
+        save(self, done, *args, **options)
         if done == step:
+            self.close()
             raise _Stop
-        return path
 
     checkpoint.Checkpoints.save = stopping  # type: ignore[method-assign]
     try:

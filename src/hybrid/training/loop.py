@@ -58,9 +58,10 @@ class Job:
         return self.folder / "export"
 
     @property
-    def checkpoints(self) -> Path:
-        """Committed checkpoints of this run."""
-        return self.config.run.dir / "checkpoints" / self.run_id
+    def checkpoints(self) -> str:
+        """Path or URL of this run's checkpoints."""
+        storage = self.config.training.checkpoint.storage or self.config.run.dir / "checkpoints"
+        return f"{str(storage).rstrip('/')}/{self.run_id}"
 
 
 def train(
@@ -117,16 +118,19 @@ def _train(
     own_time = OwnTime(model, world.device)
     model = spread(model, settings.strategy, precision, world)
     optimizer = make_optimizer(model, settings)
+    progress = Progress(job.folder, enabled=world.rank == 0)
     fence = Fence(job.folder)
     if world.rank == 0:
         fence.take()
-    every = 50 if settings.checkpoint.every == "auto" else settings.checkpoint.every
-    checkpoints = Checkpoints(job.checkpoints, world, settings.checkpoint.keep)
-    restored = checkpoints.restore(model, optimizer)
+    policy = Policy(settings.faults)
+    extra = {"policy": policy}
+    checkpoints = Checkpoints(
+        job.checkpoints, world, settings.checkpoint, progress.write, owned=lambda: not fence.lost()
+    )
+    restored = checkpoints.restore(model, optimizer, extra=extra)
 
     peak = device_peak(world.device, precision)
     meter = Meter(parameters, peak, world.size, world.device)
-    progress = Progress(job.folder, enabled=world.rank == 0)
     progress.write(
         "start",
         step=restored.step,
@@ -141,7 +145,6 @@ def _train(
         rejected_checkpoints=list(restored.rejected),
         workers=[{"rank": p.rank, "node": p.node, "pid": p.pid} for p in processes],
     )
-    policy = Policy(settings.faults)
     stragglers = Stragglers([p.node for p in processes], settings.faults.straggler)
     metrics: dict[str, Any] = {}
     coming = NOTHING
@@ -166,10 +169,13 @@ def _train(
             position=position,
             own_time=own_time,
         )
-        done = step + 1
-        rates = meter.step(result.tokens, time.monotonic() - started, settings.steps - done)
+        done, last = step + 1, step + 1 == settings.steps
+        seconds = time.monotonic() - started
+        rates = meter.step(result.tokens, seconds, settings.steps - done)
         if policy.verdict is not None:
             position.at("bad batch")
+            if policy.verdict.action == "stop":
+                checkpoints.close()
             _bad_step(job, done, policy.verdict, result, tokenizer, world, progress)
         if result.applied:
             metrics |= {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **rates}
@@ -177,10 +183,12 @@ def _train(
         if (slow := stragglers.add(result.own_s)) is not None:
             progress.write("stragglers", step=done, **slow)
 
-        if holdout and (done % settings.eval_every == 0 or done == settings.steps):
+        eval_loss = None
+        if holdout and (done % settings.eval_every == 0 or last):
             position.at("evaluation")
             metrics |= _evaluate(model, holdout, settings, world)
-            progress.write("eval", step=done, eval_loss=metrics["eval_loss"])
+            eval_loss = metrics["eval_loss"]
+            progress.write("eval", step=done, eval_loss=eval_loss)
         position.at("report")
         if world.agree(time.monotonic() - pulse > PULSE_S):
             pulse = time.monotonic()
@@ -190,15 +198,15 @@ def _train(
             coming = notice()
             if coming.kind:
                 progress.write("notice", step=done, kind=coming.kind, why=coming.why)
-        if coming.kind or done % every == 0 or done == settings.steps:
-            position.at("checkpoint")
-            checkpoints.save(done, model, optimizer)
-            progress.write("checkpoint", step=done)
-            if coming.kind == "move" and done < settings.steps:
-                return {"moved": coming.why, "step": done}
-            if done < settings.steps and world.agree(coming.hold(time.monotonic() - started)):
-                position.wait("standing still")
-                _stand_still(progress, done)
+        position.at("checkpoint")
+        wait = last or bool(coming.kind)
+        if checkpoints.due(done, seconds, eval_loss) or wait:
+            checkpoints.save(done, model, optimizer, extra=extra, eval_loss=eval_loss, wait=wait)
+        if coming.kind == "move" and not last:
+            return {"moved": coming.why, "step": done}
+        if coming.deadline and not last and world.agree(coming.hold(time.monotonic() - started)):
+            position.wait("standing still")
+            _stand_still(progress, done)
 
     if not metrics and holdout:  # resumed after the last step: only its export was missing
         metrics = _evaluate(model, holdout, settings, world)
