@@ -6,19 +6,18 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import struct
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from s3_server import s3_server
 
 from hybrid.errors import (
     AdapterRefused,
@@ -250,27 +249,6 @@ def test_aliases_compare_and_set(registry: Registry, tmp_path: Path) -> None:
         registry.set_alias("base", "b", "good", 3)
     with pytest.raises(InvalidRequest, match="looks like a version"):
         registry.set_alias("base", "b", "v7", 1)
-
-
-@contextlib.contextmanager
-def s3_server() -> Iterator[str]:
-    """A real S3 API on loopback, in a process of its own."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 30
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait()
 
 
 OBJECT_STORE = """

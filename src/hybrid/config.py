@@ -188,6 +188,8 @@ def _resolve_paths(config: ProjectConfig, root: Path) -> ProjectConfig:
         return value if "://" in value else str(root / value)
 
     data = config.data
+    checkpoint = config.training.checkpoint
+    storage = path(checkpoint.storage) if checkpoint.storage else None
     adapters = {
         name: a.model_copy(
             update={
@@ -225,5 +227,8 @@ def _resolve_paths(config: ProjectConfig, root: Path) -> ProjectConfig:
                 }
             ),
             "adapters": adapters,
+            "training": config.training.model_copy(
+                update={"checkpoint": checkpoint.model_copy(update={"storage": storage})}
+            ),
         }
     )

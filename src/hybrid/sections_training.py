@@ -48,16 +48,18 @@ class CheckpointConfig(Section):
     """When the run is written down, where, and how many are kept."""
 
     every: Annotated[int, Field(ge=1)] | Literal["auto"] = 50
-    """Steps between checkpoints. `auto`: from the measured time of a save and `mtbf_hours`, by
-    Young's and Daly's formula."""
+    """Steps between checkpoints. `auto`: from the measured cost of a save and `mtbf_hours`, by
+    Young's and Daly's formula; the first is after ten steps."""
     mtbf_hours: float = Field(24.0, gt=0)
-    """Mean hours between failures of any node of the pool; for `auto`."""
+    """Mean hours between failures of one node of the pool; for `auto`. A run on n nodes fails n
+    times as often."""
     asynchronous: bool = True
     """Train on while a checkpoint is written."""
     keep: int = Field(2, ge=1)
     """Newest committed checkpoints kept."""
     keep_best: int = Field(0, ge=0)
-    """Committed checkpoints with the lowest held-out loss kept besides."""
+    """Checkpoints with the lowest held-out loss kept besides; an evaluation that is among the best
+    is saved at once."""
     storage: str | None = None
     """A path every node sees, or an fsspec URL such as s3://bucket/prefix; None is
     `run.dir`/checkpoints."""
@@ -79,8 +81,11 @@ class FaultConfig(Section):
     max_skipped: int = Field(10, ge=0)
     """Steps left out before the run stops after all."""
     hang_s: float = Field(600.0, gt=0)
-    """Seconds without a finished step (or collective) after which the run is declared hung: a
-    report is written and the workers are restarted, as `max_failures` allows."""
+    """Seconds that one phase of a step (data, a micro-batch, the update, a checkpoint, …) may take
+    on any rank before the run is declared hung: a report is written and the workers are restarted,
+    as `max_failures` allows."""
+    straggler: float = Field(0.25, gt=0)
+    """A rank whose own time of a step exceeds the others' by this share for a while is named."""
 
 
 class TrainingConfig(Section):

@@ -75,6 +75,14 @@ class Bars:
             self._progress.console.print(text, style="dim")
         if "message" in record:
             self._progress.console.print(record["message"], style="dim", markup=False)
+        if record.get("event") == "checkpoint_failed":
+            retry_s = record["retry_s"]
+            again = "given up" if retry_s is None else f"once more in {retry_s:g} s"
+            text = f"step {record['step']}: checkpoint failed: {record['error']}; {again}"
+            self._progress.console.print(text, style="yellow", markup=False)
+        if record.get("event") == "checkpoint_late":
+            text = f"step {record['step']}: checkpoint put off: that of step {record['writing']}"
+            self._progress.console.print(f"{text} is still being written", style="dim")
         if record.get("event") not in ("start", "step"):
             return
         if record.get("rejected_checkpoints"):

@@ -35,6 +35,14 @@ def run(size: int, folder: Path, function: Callable[..., Any], *args: Any) -> An
     return pickle.loads(Path(f"{store}.result").read_bytes())
 
 
+def start(size: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """The same without waiting: the processes, which the caller must end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = (size, str(folder / "rendezvous"), function, args)
+    context = mp.spawn(_rank, args=arguments, nprocs=size, join=False)
+    return list(context.processes)
+
+
 class _Stop(Exception):
     """Ends a loop from its report."""
 
@@ -46,11 +54,11 @@ def train_until(made: Any, step: int) -> None:
 
     save = checkpoint.Checkpoints.save
 
-    def stopping(self: Any, done: int, *args: Any) -> Any:
-        path = save(self, done, *args)
+    def stopping(self: Any, done: int, *args: Any, **options: Any) -> None:
+        save(self, done, *args, **options)
         if done == step:
+            self.close()
             raise _Stop
-        return path
 
     checkpoint.Checkpoints.save = stopping  # type: ignore[method-assign]
     try:

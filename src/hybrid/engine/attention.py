@@ -2,8 +2,8 @@
 
 On a processor both are kernels of our own (kernels.c). Elsewhere decoding, which reads every key
 and value for one query, is two batched products over the cache as it lies (measured on two cores:
-215 µs for 32 rows of 90 tokens, torch's fused kernel takes 380). Masks are additive and made once a step.
-(Continuous batching: Orca, Yu et al. 2022; prompts in pieces: Sarathi, Agrawal et al. 2023.)
+215 µs for 32 rows of 90 tokens, torch's fused kernel takes 380). Masks are additive and made once a
+step. (Continuous batching: Orca, Yu et al. 2022; prompts in pieces: Sarathi, Agrawal et al. 2023.)
 """
 
 from __future__ import annotations

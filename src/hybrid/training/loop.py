@@ -6,7 +6,6 @@ Runs under Ray Train (see trainer.py), under torchrun, or in one process; it imp
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from hybrid.config import ProjectConfig, TrainingConfig
 from hybrid.errors import TrainingError
+from hybrid.training.bad_batches import record_batch
 from hybrid.training.checkpoint import Checkpoints
 from hybrid.training.data import PreparedData, ShardSet, load_tokenizer
 from hybrid.training.fence import Fence
@@ -26,9 +26,14 @@ from hybrid.training.model import build_model, save_model
 from hybrid.training.notice import NOTHING, Notice
 from hybrid.training.optimizer import learning_rate, make_optimizer
 from hybrid.training.parallel import Precision, World, spread
+from hybrid.training.policy import Policy, Verdict
+from hybrid.training.position import Position
+from hybrid.training.processes import Process
 from hybrid.training.progress import Progress
-from hybrid.training.step import evaluate, train_step
+from hybrid.training.step import StepResult, evaluate, train_step
+from hybrid.training.stragglers import OwnTime, Stragglers
 from hybrid.training.throughput import Meter, device_peak
+from hybrid.training.watchdog import Watchdog
 
 PULSE_S = 2.0
 """Seconds between calls of `report` and `notice`: Ray Train drains about one report in two."""
@@ -53,9 +58,10 @@ class Job:
         return self.folder / "export"
 
     @property
-    def checkpoints(self) -> Path:
-        """Committed checkpoints of this run."""
-        return self.config.run.dir / "checkpoints" / self.run_id
+    def checkpoints(self) -> str:
+        """Path or URL of this run's checkpoints."""
+        storage = self.config.training.checkpoint.storage or self.config.run.dir / "checkpoints"
+        return f"{str(storage).rstrip('/')}/{self.run_id}"
 
 
 def train(
@@ -75,14 +81,31 @@ def train(
 
     Returns:
         The final metrics: train_loss, eval_loss, perplexity, tokens_per_s, mfu, steps, seconds,
-        world_size, parameters; after a move only `moved`, why, and `step`, where to go on.
+        world_size, parameters, skipped_steps, and of several workers rank_skew, slow_ranks; after
+        a move only `moved`, why, and `step`, where to go on.
 
     Raises:
-        TrainingError: the loss or the gradient is not finite, or a later attempt took the run over.
+        TrainingError: a step's numbers are bad and `training.faults` says to stop, or a later
+            attempt took the run over.
         CheckpointError: a checkpoint cannot be written, or none of them restored.
+
+    A run that hangs raises nothing: its processes end, see `watchdog`.
     """
+    world, position = World.current(), Position()
+    hang_s = job.config.training.faults.hang_s
+    with Watchdog(job.folder, world, position, hang_s, node=place) as watchdog:
+        return _train(job, report, notice, world, position, watchdog.processes)
+
+
+def _train(
+    job: Job,
+    report: Callable[[dict[str, Any]], None],
+    notice: Callable[[], Notice],
+    world: World,
+    position: Position,
+    processes: list[Process],
+) -> dict[str, Any]:
     config, settings, seed = job.config, job.config.training, job.config.run.seed
-    world = World.current()
     if world.device.type == "cpu":
         torch.set_num_threads(max(1, int(settings.cpus_per_worker)))
     precision = Precision.of(settings.precision, world.device)
@@ -92,18 +115,22 @@ def train(
 
     model = build_model(config.model, tokenizer, seed)
     parameters = sum(p.numel() for p in model.parameters())
+    own_time = OwnTime(model, world.device)
     model = spread(model, settings.strategy, precision, world)
     optimizer = make_optimizer(model, settings)
+    progress = Progress(job.folder, enabled=world.rank == 0)
     fence = Fence(job.folder)
     if world.rank == 0:
         fence.take()
-    every = 50 if settings.checkpoint.every == "auto" else settings.checkpoint.every
-    checkpoints = Checkpoints(job.checkpoints, world, settings.checkpoint.keep)
-    restored = checkpoints.restore(model, optimizer)
+    policy = Policy(settings.faults)
+    extra = {"policy": policy}
+    checkpoints = Checkpoints(
+        job.checkpoints, world, settings.checkpoint, progress.write, owned=lambda: not fence.lost()
+    )
+    restored = checkpoints.restore(model, optimizer, extra=extra)
 
     peak = device_peak(world.device, precision)
     meter = Meter(parameters, peak, world.size, world.device)
-    progress = Progress(job.folder, enabled=world.rank == 0)
     progress.write(
         "start",
         step=restored.step,
@@ -116,14 +143,16 @@ def train(
         peak_flops=peak.flops,
         peak_source=peak.source,
         rejected_checkpoints=list(restored.rejected),
-        workers=world.gather({"rank": world.rank, "node": place, "pid": os.getpid()}),
+        workers=[{"rank": p.rank, "node": p.node, "pid": p.pid} for p in processes],
     )
+    stragglers = Stragglers([p.node for p in processes], settings.faults.straggler)
     metrics: dict[str, Any] = {}
     coming = NOTHING
     pulse = begun = time.monotonic()
     model.train()
     for step in range(restored.step, settings.steps):
         started = time.monotonic()
+        position.at("step", step + 1)
         lr = learning_rate(step, settings)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -136,20 +165,31 @@ def train(
             micro_batches=settings.micro_batches,
             clip=settings.clip,
             world=world,
+            accept=policy.accept,
+            position=position,
+            own_time=own_time,
         )
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-            raise TrainingError(
-                f"step {step + 1}: loss {result.loss}, gradient norm {result.grad_norm}: not"
-                f" finite; lower training.lr ({settings.lr:g}) or look at the data"
-            )
-        done = step + 1
-        rates = meter.step(result.tokens, time.monotonic() - started, settings.steps - done)
-        metrics |= {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **rates}
-        progress.write("step", step=done, steps=settings.steps, tokens=result.tokens, **metrics)
+        done, last = step + 1, step + 1 == settings.steps
+        seconds = time.monotonic() - started
+        rates = meter.step(result.tokens, seconds, settings.steps - done)
+        if policy.verdict is not None:
+            position.at("bad batch")
+            if policy.verdict.action == "stop":
+                checkpoints.close()
+            _bad_step(job, done, policy.verdict, result, tokenizer, world, progress)
+        if result.applied:
+            metrics |= {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **rates}
+            progress.write("step", step=done, steps=settings.steps, tokens=result.tokens, **metrics)
+        if (slow := stragglers.add(result.own_s)) is not None:
+            progress.write("stragglers", step=done, **slow)
 
-        if holdout and (done % settings.eval_every == 0 or done == settings.steps):
+        eval_loss = None
+        if holdout and (done % settings.eval_every == 0 or last):
+            position.at("evaluation")
             metrics |= _evaluate(model, holdout, settings, world)
-            progress.write("eval", step=done, eval_loss=metrics["eval_loss"])
+            eval_loss = metrics["eval_loss"]
+            progress.write("eval", step=done, eval_loss=eval_loss)
+        position.at("report")
         if world.agree(time.monotonic() - pulse > PULSE_S):
             pulse = time.monotonic()
             report({"step": done, **metrics})
@@ -158,17 +198,21 @@ def train(
             coming = notice()
             if coming.kind:
                 progress.write("notice", step=done, kind=coming.kind, why=coming.why)
-        if coming.kind or done % every == 0 or done == settings.steps:
-            checkpoints.save(done, model, optimizer)
-            progress.write("checkpoint", step=done)
-            if coming.kind == "move" and done < settings.steps:
-                return {"moved": coming.why, "step": done}
-            if done < settings.steps and world.agree(coming.hold(time.monotonic() - started)):
-                _stand_still(progress, done)
+        position.at("checkpoint")
+        wait = last or bool(coming.kind)
+        if checkpoints.due(done, seconds, eval_loss) or wait:
+            checkpoints.save(done, model, optimizer, extra=extra, eval_loss=eval_loss, wait=wait)
+        if coming.kind == "move" and not last:
+            return {"moved": coming.why, "step": done}
+        if coming.deadline and not last and world.agree(coming.hold(time.monotonic() - started)):
+            position.wait("standing still")
+            _stand_still(progress, done)
 
     if not metrics and holdout:  # resumed after the last step: only its export was missing
         metrics = _evaluate(model, holdout, settings, world)
+    position.at("export")
     export(model, tokenizer, job.export, world)
+    slowness = stragglers.report()
     final: dict[str, Any] = {
         "train_loss": metrics.get("loss"),
         **{key: metrics[key] for key in ("eval_loss", "perplexity") if key in metrics},
@@ -177,6 +221,12 @@ def train(
         "seconds": round(time.monotonic() - begun, 2),
         "world_size": world.size,
         "parameters": parameters,
+        "skipped_steps": policy.skipped,
+        **(
+            {"rank_skew": slowness["skew"], "slow_ranks": slowness["slow"]}
+            if world.size > 1
+            else {}
+        ),
     }
     progress.write("finished", step=settings.steps, metrics=final)
     return final
@@ -189,6 +239,43 @@ def export(model: nn.Module, tokenizer: Any, folder: Path, world: World) -> None
     if world.rank == 0:
         save_model(model, state, tokenizer, folder)
     world.gather(None)
+
+
+def _bad_step(
+    job: Job,
+    step: int,
+    verdict: Verdict,
+    result: StepResult,
+    tokenizer: Any,
+    world: World,
+    progress: Progress,
+) -> None:
+    """Record a bad step's batch.
+
+    Raises:
+        TrainingError: the verdict is to stop.
+    """
+    path = record_batch(
+        job.folder,
+        world,
+        step=step,
+        verdict=verdict,
+        result=result,
+        tokenizer=tokenizer,
+        origin={"seed": job.config.run.seed, "data_digest": job.data.digest},
+    )
+    progress.write(
+        "bad_step",
+        step=step,
+        action=verdict.action,
+        message=f"step {step}: {verdict.action}: {verdict.reason}",
+        batch=str(path),
+    )
+    if verdict.action == "stop":
+        raise TrainingError(
+            f"step {step}: {verdict.reason}; its batch is in {path}: look at the data there, or"
+            f" lower training.lr ({job.config.training.lr:g})"
+        )
 
 
 def _stand_still(progress: Progress, step: int) -> NoReturn:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,13 @@ class World:
         total = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(total)
         return float(total)
+
+    def sum_each(self, values: Sequence[float]) -> list[float]:
+        """Float64 numbers, as many on every rank, each summed over all ranks."""
+        totals = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(totals)
+        return [float(total) for total in totals]
 
     def agree(self, value: bool) -> bool:
         """What rank 0 says: clocks differ, and what ranks do together must not hang on them."""

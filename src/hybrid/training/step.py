@@ -19,18 +19,39 @@ from torch.distributed.tensor import DTensor
 
 from hybrid.training.data import IGNORE, Batch
 from hybrid.training.parallel import World, gradient_sync
+from hybrid.training.position import Position
+from hybrid.training.stragglers import OwnTime
 
 BatchAt = Callable[[int], Batch]
 """Micro-batch by its index within the step (or within the held-out corpus)."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One of this rank's micro-batches: its loss summed over `tokens` real tokens (a scalar)."""
+
+    index: int
+    batch: Batch
+    loss: torch.Tensor
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Of all ranks: mean loss (nats a token), real tokens, gradient norm before clipping."""
+    """Of all ranks: mean loss (nats a token), real tokens, gradient norm before clipping.
+
+    Attributes:
+        applied: whether the update was made.
+        own_s: each rank's own time, see `stragglers`.
+        micro_batches: this rank's.
+    """
 
     loss: float
     tokens: int
     grad_norm: float
+    applied: bool
+    own_s: list[float]
+    micro_batches: list[MicroBatch]
 
 
 def train_step(
@@ -43,6 +64,9 @@ def train_step(
     micro_batches: int,
     clip: float,
     world: World,
+    accept: Callable[[float, float], bool] = lambda loss, grad_norm: True,
+    position: Position | None = None,
+    own_time: OwnTime | None = None,
 ) -> StepResult:
     """Forward, backward and update over the step's whole grid.
 
@@ -50,24 +74,50 @@ def train_step(
         model: spread by `parallel.spread`, in training mode.
         step: counted from 0; with `seed` it decides all randomness.
         clip: the global L2 norm gradients are clipped to.
+        accept: told the loss and the gradient norm of all ranks, whether the update is made; must
+            answer the same on all of them. If not, parameters and optimiser state stay as they are.
+        position: kept up to date, for a watchdog.
+        own_time: made of the model before it was spread.
     """
-    batches = [(index, batch) for index, batch in _dealt(batch_at, micro_batches, world)]
+    position = position or Position()
+    own_time = own_time or OwnTime()
+    position.at("data")
+    with own_time.data():
+        batches = [(index, batch) for index, batch in _dealt(batch_at, micro_batches, world)]
+    position.at("token count")
     tokens = world.sum(float(sum(_real_tokens(batch) for _, batch in batches)))
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    done = []
     for n, (index, batch) in enumerate(batches):
+        position.at(f"forward and backward of micro-batch {index}")
         torch.manual_seed(micro_batch_seed(seed, step, index))
         with gradient_sync(model, on=n == len(batches) - 1):
-            loss_sum = _loss_sum(model, batch, world.device)
+            with own_time.forward(on=n == 0):
+                loss_sum = _loss_sum(model, batch, world.device)
             # DDP and FSDP average gradients over ranks; times the world size that is their sum.
             (loss_sum * (world.size / tokens)).backward()  # type: ignore[no-untyped-call]
         loss += loss_sum.detach()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
+        done.append(
+            MicroBatch(index=index, batch=batch, loss=loss_sum.detach(), tokens=_real_tokens(batch))
+        )
+    position.at("gradient norm")
+    local = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    whole = float(local.full_tensor() if isinstance(local, DTensor) else local)
+    mine = [float(loss), whole if world.rank == 0 else 0.0, *([0.0] * world.size)]
+    mine[2 + world.rank] = own_time.seconds()
+    total, norm, *own_s = world.sum_each(mine)
+    position.at("update")
+    applied = accept(total / tokens, norm)
+    if applied:
+        optimizer.step()
     optimizer.zero_grad()
     return StepResult(
-        loss=world.sum(float(loss)) / tokens,
+        loss=total / tokens,
         tokens=int(tokens),
-        grad_norm=float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
+        grad_norm=norm,
+        applied=applied,
+        own_s=own_s,
+        micro_batches=done,
     )
 
 

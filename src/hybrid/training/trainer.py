@@ -23,6 +23,7 @@ from hybrid.training.corpus import prepare_once
 from hybrid.training.data import ShardTask, prepare_data
 from hybrid.training.loop import Job
 from hybrid.training.progress import Follower
+from hybrid.training.storage import Storage
 from hybrid.training.workers import run_workers
 
 log = logging.getLogger(__name__)
@@ -62,8 +63,8 @@ def train_base(
     data = prepare_data(config, run_all=_in_ray_tasks)
     job = Job(config=config, data=data, run_id=run_id or default_run_id(config, data.digest))
     if fresh:
-        for folder in (job.folder, job.checkpoints):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(job.folder, ignore_errors=True)
+        Storage(job.checkpoints).remove()
     elif (found := _published(registry, config.model.name, job.run_id)) is not None:
         say({"message": f"{found.name}@v{found.version} of this very run is published already"})
         return found

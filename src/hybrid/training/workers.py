@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import time
@@ -21,6 +22,7 @@ from typing import Any
 from hybrid._ray_compat import draining_nodes
 from hybrid.errors import CheckpointError, HybridError, TrainingError, Unavailable
 from hybrid.pools import GPU
+from hybrid.training.hang_report import last_hang
 from hybrid.training.loop import Job, train
 from hybrid.training.notice import NOTHING, Notice
 from hybrid.training.parallel import backend
@@ -70,12 +72,13 @@ def run_workers(job: Job, say: OnMessage = log.info, avoid: Avoid = NOBODY) -> d
         patience = _WAIT_S
         (job.folder / _RESULT).unlink(missing_ok=True)
         nodes = {n["NodeID"] for n in pool_nodes()}
+        begun = time.time()
         try:
             _fit(job, count, avoid)
         except Exception as e:
             # Ray wraps the worker's error in classes that differ with who failed and how often.
             own = _own(e)
-            reason = own or _failed(e, job)
+            reason = own or _failed(e, job, begun)
             lost = nodes & set(draining_nodes())
             if lost:
                 say(f"a node was taken away amid a step: {reason.message}")
@@ -104,7 +107,11 @@ def _fit(job: Job, count: int, avoid: Avoid) -> None:
     trainer = TorchTrainer(
         _worker,
         train_loop_config={"job": job, "avoid": dict(avoid)},
-        torch_config=TorchConfig(backend=backend(gpu)),
+        torch_config=TorchConfig(
+            backend=backend(gpu),
+            # A collective's own timeout says little: the watchdog is to be first.
+            timeout_s=math.ceil(3 * settings.faults.hang_s) + 60,
+        ),
         scaling_config=ScalingConfig(
             num_workers=count,
             use_gpu=gpu,
@@ -199,8 +206,10 @@ def _own(error: Exception) -> HybridError | None:
     return None
 
 
-def _failed(error: Exception, job: Job) -> TrainingError:
-    """What else Ray says, in its last words."""
+def _failed(error: Exception, job: Job, begun: float) -> TrainingError:
+    """Why an attempt that hung was ended, or what else Ray says, in its last words."""
+    if (hang := last_hang(job.folder, begun)) is not None:
+        return TrainingError(f"run {job.run_id} hangs: {hang}")
     text = str(error).strip().splitlines()
     return TrainingError(
         f"run {job.run_id} failed: {text[-1] if text else type(error).__name__}; run it again to go"
