@@ -112,6 +112,7 @@ def _train(
     shards = ShardSet(job.data.train)
     holdout = ShardSet(job.data.holdout) if job.data.holdout else None
 
+    position.at("model")
     model = build_model(config.model, tokenizer, seed)
     parameters = sum(p.numel() for p in model.parameters())
     own_time = OwnTime(model, world.device)
@@ -122,8 +123,10 @@ def _train(
         fence.take()
     every = 50 if settings.checkpoint.every == "auto" else settings.checkpoint.every
     checkpoints = Checkpoints(job.checkpoints, world, settings.checkpoint.keep)
+    position.at("restore")
     restored = checkpoints.restore(model, optimizer)
 
+    position.at("matmul peak")
     peak = device_peak(world.device, precision)
     meter = Meter(parameters, peak, world.size, world.device)
     progress = Progress(job.folder, enabled=world.rank == 0)
