@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -23,18 +22,14 @@ from hybrid.training.trainer import train_base
 HANG_S = 8.0
 
 
-def stop_rank_1(folder: Path, attempts: int) -> None:
-    """SIGSTOP rank 1 of the first `attempts` attempts, each once a step has followed its start."""
-    for attempt in range(attempts):
-        deadline = time.monotonic() + 180
-        while time.monotonic() < deadline:
-            events = read_progress(folder)
-            starts = [n for n, r in enumerate(events) if r["event"] == "start"]
-            if len(starts) > attempt and events[-1]["event"] in ("step", "checkpoint"):
-                workers = events[starts[attempt]]["workers"]
-                os.kill(workers[1]["pid"], signal.SIGSTOP)
-                break
-            time.sleep(0.05)
+def stop_rank_1(folder: Path, given_up: threading.Event) -> None:
+    """SIGSTOP rank 1 of the first attempt once it has saved a checkpoint and gone on."""
+    while not given_up.wait(0.05):
+        events = read_progress(folder)
+        if any(r["event"] == "checkpoint" for r in events) and events[-1]["event"] == "step":
+            [start] = [r for r in events if r["event"] == "start"]
+            os.kill(start["workers"][1]["pid"], signal.SIGSTOP)
+            return
 
 
 @pytest.mark.full
@@ -45,17 +40,18 @@ def test_a_stopped_worker_costs_a_restart_from_the_last_checkpoint_if_one_is_all
     config = project(
         tmp_path,
         **{
-            "steps": 400,
-            "eval_every": 400,
+            "steps": 100,
+            "eval_every": 100,
             "checkpoint.every": 10,
             "faults.hang_s": HANG_S,
             "faults.max_failures": max_failures,
         },
     )
     folder = tmp_path / "runs/run"
-    stopper = threading.Thread(target=stop_rank_1, args=(folder, 1))
+    given_up = threading.Event()
+    stopper = threading.Thread(target=stop_rank_1, args=(folder, given_up))
     stopper.start()
-    registry = Registry(config.registry.root)
+    registry = Registry(tmp_path / "registry")
     try:
         if max_failures:
             train_base(config, registry, run_id="run")
@@ -63,6 +59,7 @@ def test_a_stopped_worker_costs_a_restart_from_the_last_checkpoint_if_one_is_all
             with pytest.raises(TrainingError, match=r"run run hangs: .*rank 1 .*stopped"):
                 train_base(config, registry, run_id="run")
     finally:
+        given_up.set()
         stopper.join()
     events = read_progress(folder)
     [hang] = [r for r in events if r["event"] == "hang"]
@@ -74,5 +71,5 @@ def test_a_stopped_worker_costs_a_restart_from_the_last_checkpoint_if_one_is_all
     assert len(more) == max_failures
     if more:
         saved = [r["step"] for r in events[: events.index(hang)] if r["event"] == "checkpoint"]
-        assert more[0]["step"] == max(saved, default=0)
+        assert more[0]["step"] == max(saved)
         assert events[-1]["event"] == "finished"

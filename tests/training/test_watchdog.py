@@ -77,7 +77,7 @@ def test_a_stopped_rank_and_one_that_cannot_run_python_are_named_by_the_one_that
 
 
 def test_a_rank_asleep_in_its_loader_is_shown_with_the_function(tmp_path: Path) -> None:
-    made = job(tmp_path, strategy="fsdp", **{"faults.hang_s": 6.0})
+    made = job(tmp_path, strategy="fsdp", **{"faults.hang_s": 5.0})
     codes = exits(2, tmp_path / "world", train_with_slow_storage, made)
     assert codes == [EXIT_CODE, EXIT_CODE]
     report = the_report(made.folder)

@@ -113,6 +113,7 @@ def _train(
     shards = ShardSet(job.data.train)
     holdout = ShardSet(job.data.holdout) if job.data.holdout else None
 
+    position.at("model")
     model = build_model(config.model, tokenizer, seed)
     parameters = sum(p.numel() for p in model.parameters())
     own_time = OwnTime(model, world.device)
@@ -127,8 +128,10 @@ def _train(
     checkpoints = Checkpoints(
         job.checkpoints, world, settings.checkpoint, progress.write, owned=lambda: not fence.lost()
     )
+    position.at("restore")
     restored = checkpoints.restore(model, optimizer, extra=extra)
 
+    position.at("matmul peak")
     peak = device_peak(world.device, precision)
     meter = Meter(parameters, peak, world.size, world.device)
     progress.write(

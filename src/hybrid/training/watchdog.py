@@ -95,12 +95,12 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._over.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
         self._native.close()
-        if self._world.rank == 0:
+        if self._world.rank == 0 and kind is None:  # else others may still need it
             shutil.rmtree(self._home, ignore_errors=True)
 
     def _mine(self, suffix: str) -> Path:
