@@ -52,9 +52,7 @@ def audit(
         str | None, typer.Option("--json", help="Write all readings here; - is stdout.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with curves here.")] = None,
-    letter: Annotated[
-        Path | None, typer.Option(help="Write a text for the seller here.")
-    ] = None,
+    letter: Annotated[Path | None, typer.Option(help="Write a text for the seller here.")] = None,
     usd_per_hour: Annotated[
         float | None, typer.Option(min=0, help="What one node costs, for the loss in money.")
     ] = None,
@@ -116,6 +114,4 @@ def _measured(
             status.update(f"{done} steps done; {record['node']} {record['device']}: "
                           f"{record['probe']} {record['outcome']}")  # fmt: skip
 
-        return audits.audit(
-            p, level=level, pool=pool.value, earlier=earlier, on_progress=show
-        )
+        return audits.audit(p, level=level, pool=pool.value, earlier=earlier, on_progress=show)

@@ -19,7 +19,6 @@ from hybrid.audit.wire import (
 )
 from hybrid.errors import DataError
 
-
 log = logging.getLogger(__name__)
 
 

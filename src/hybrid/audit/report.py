@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid.audit import history
 from hybrid.audit.conduct import NodeResult
 from hybrid.audit.facts import as_number, finding
+from hybrid.audit.figures import FORMAT
 from hybrid.audit.reading import Finding, Reading
 from hybrid.audit.specs import load_specs
 from hybrid.audit.verdict import GpuVerdict, NodeVerdict
@@ -31,7 +32,7 @@ FIGURES = (
 """By which nodes are compared in money: the first that a node has."""
 ORDER = ("contradicted", "unfit", "degraded", "note")
 CHANGED = 0.05
-"""Share by which a measured figure must differ to be shown as changed: what genuine cards vary by."""
+"""Share by which a measured figure must differ to be shown as changed: genuine cards vary by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ def _best_known(node: NodeReport, name: str) -> tuple[float | None, str]:
 
 
 def changes(now: Sequence[Reading], before: Sequence[Reading]) -> list[Change]:
-    """Measured figures that differ by more than genuine cards vary, and claims that differ at all."""
+    """Measured figures that differ by more than genuine cards do, and claims that differ at all."""
     earlier: dict[tuple[int | None, str, str], Reading] = {}
     for r in before:
         earlier.setdefault((r.gpu, r.name, r.source), r)
@@ -215,7 +216,8 @@ def to_document(
             ]
     found = costs(nodes, usd_per_hour)
     data["costs"] = [dataclasses.asdict(c) for c in found]
-    return _finite(data)
+    clean: dict[str, Any] = _finite(data)
+    return clean
 
 
 def _finite(value: Any) -> Any:
@@ -235,8 +237,8 @@ def from_document(data: dict[str, Any]) -> list[NodeReport]:
     """
     found = []
     try:
-        if data["format"] != history.FORMAT:
-            raise DataError(f"an audit of format {data['format']}, not {history.FORMAT}")
+        if data["format"] != FORMAT:
+            raise DataError(f"an audit of format {data['format']}, not {FORMAT}")
         for entry in data["nodes"]:
             result = history.from_json(entry)
             told = entry["verdict"]

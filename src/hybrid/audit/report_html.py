@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: verdicts, findings, readings, curves in SVG."""
+"""The report as one HTML page that needs nothing else: verdicts, findings, readings and curves."""
 
 from __future__ import annotations
 
