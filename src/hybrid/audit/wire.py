@@ -19,7 +19,9 @@ def reading_from_json(data: dict[str, Any]) -> Reading:
     Raises:
         TypeError: it has other fields.
     """
-    points = tuple((float(x), float(y)) for x, y in data.get("curve", ()))
+    # In JSON an infinity is null: such a point is left out.
+    given = [p for p in data.get("curve", ()) if None not in p]
+    points = tuple((float(x), float(y)) for x, y in given)
     return Reading(**{**data, "curve": points})
 
 
