@@ -30,7 +30,9 @@ MAY_IMPORT = {
 }
 OUTER = {
     "project",
+    "audits",
     "cli",
+    "cli_audit",
     "demo",
     "deploy",
     "client",
@@ -42,6 +44,7 @@ OUTER = {
 }
 NO_RAY = [
     *sorted((SRC / "engine").glob("*.py")),
+    *(p for p in sorted((SRC / "audit").glob("*.py")) if p.name != "cluster.py"),
     SRC / "training/step.py",
     SRC / "training/data.py",
     SRC / "agents/behaviour.py",
@@ -100,6 +103,8 @@ def test_private_names_of_ray_are_in_one_place() -> None:
         ("hybrid.cli", ("torch", "ray")),
         ("hybrid.registry", ("torch", "ray")),
         ("hybrid.agents.host", ("torch", "transformers")),
+        ("hybrid.audit.worker", ("torch", "ray", "numpy")),
+        ("hybrid.audit.cluster", ("torch",)),
         ("hybrid.agents.swarm", ("torch",)),
         ("hybrid.agents.router", ("torch", "numpy")),
         ("hybrid.agents.clients", ("torch", "ray")),

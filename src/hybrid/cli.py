@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hybrid import __version__, project
+from hybrid import __version__, cli_audit, project
 from hybrid.config import read_mapping
 from hybrid.errors import ConfigError, HybridError
 from hybrid.show import Bars, age, percent, short
@@ -309,6 +309,9 @@ def doctor(config: Config = DEFAULT, as_json: AsJson = False) -> None:
     _print([vars(f) for f in findings], as_json, table)
     if any(f.level == "bad" for f in findings):
         raise typer.Exit(1)
+
+
+app.command("audit", epilog=cli_audit.EPILOG)(cli_audit.audit)
 
 
 @app.command()

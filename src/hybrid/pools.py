@@ -6,9 +6,12 @@ resource as well, because Ray Train's elastic policy counts resources and ignore
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 LABEL = "pool"
+NODE_ID_LABEL = "ray.io/node-id"
+"""Ray puts its own id of each node under this label."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,12 @@ class Pool:
     def label_selector(self) -> dict[str, str]:
         """What `ray.remote(label_selector=…)` and `ScalingConfig(label_selector=…)` take."""
         return {LABEL: self.name}
+
+    def selector_without(self, avoid: Sequence[str]) -> dict[str, str]:
+        """`label_selector`, and none of the nodes with these ids of Ray's."""
+        if not avoid:
+            return self.label_selector
+        return {**self.label_selector, NODE_ID_LABEL: f"!in({','.join(avoid)})"}
 
     def labels(self) -> dict[str, str]:
         """The labels a node of this pool starts with."""

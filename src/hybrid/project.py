@@ -79,9 +79,16 @@ class Project:
             DataError, ConfigError, TrainingError, PlacementError, RegistryError.
         """
         with self.ray():
+            from hybrid.audits import gate
             from hybrid.training.trainer import train_base
 
-            manifest = train_base(self.config, self.registry, fresh=fresh, on_progress=on_progress)
+            manifest = train_base(
+                self.config,
+                self.registry,
+                fresh=fresh,
+                gate=lambda: gate(self, on_progress),
+                on_progress=on_progress,
+            )
         try:
             self.registry.release(self.alias)
         except NotFound:

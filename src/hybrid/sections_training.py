@@ -138,6 +138,9 @@ class TrainingConfig(Section):
     """Checkpoints."""
     faults: FaultConfig = FaultConfig()
     """Failures, hangs, bad numbers."""
+    audit: Literal["require", "warn", "off"] = "off"
+    """A quick audit of the gpu pool before a run: `require` leaves out the nodes that fail it,
+    `warn` only says which do, `off` saves the minute."""
     eval_every: int = Field(100, ge=1)
     """Steps between held-out evaluations; the last step is always evaluated."""
     eval_sequences: int = Field(64, ge=1)

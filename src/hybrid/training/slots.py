@@ -7,6 +7,8 @@ and would wait for ever for workers that cannot be placed. Ray must be initialis
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -16,6 +18,9 @@ from hybrid.errors import PlacementError
 from hybrid.pools import GPU
 
 PLACE_S = 30.0
+Avoid = Mapping[str, str]
+"""Nodes (Ray's ids) that no worker may run on, and why."""
+NOBODY: Avoid = MappingProxyType({})
 
 
 def worker_resources(cpus: float, gpu: bool) -> dict[str, float]:
@@ -28,9 +33,9 @@ def has_gpus() -> bool:
     return any(n["Resources"].get("GPU") for n in ray.nodes() if n["Alive"])
 
 
-def pool_nodes() -> list[dict[str, Any]]:
-    """Nodes of the gpu pool that are there to stay."""
-    leaving = draining_nodes()
+def pool_nodes(avoid: Avoid = NOBODY) -> list[dict[str, Any]]:
+    """Nodes of the gpu pool that are there to stay, but those to avoid."""
+    leaving = draining_nodes().keys() | avoid.keys()
     return [
         n
         for n in ray.nodes()
@@ -40,16 +45,18 @@ def pool_nodes() -> list[dict[str, Any]]:
     ]
 
 
-def free_slots(needs: dict[str, float]) -> int:
+def free_slots(needs: dict[str, float], avoid: Avoid = NOBODY) -> int:
     """How many workers with such needs could be started now."""
     free = available_by_node()
     return sum(
         min(int(free.get(n["NodeID"], {}).get(name, 0.0) / need) for name, need in needs.items())
-        for n in pool_nodes()
+        for n in pool_nodes(avoid)
     )
 
 
-def wait_for_slots(fewest: int, most: int, cpus: float, timeout_s: float = PLACE_S) -> int:
+def wait_for_slots(
+    fewest: int, most: int, cpus: float, timeout_s: float = PLACE_S, avoid: Avoid = NOBODY
+) -> int:
     """Wait until `fewest` workers fit the gpu pool.
 
     While it waits the pool's autoscaler is asked for them.
@@ -64,9 +71,9 @@ def wait_for_slots(fewest: int, most: int, cpus: float, timeout_s: float = PLACE
     deadline = time.monotonic() + timeout_s
     demand: Any = None
     try:
-        while (fit := free_slots(needs)) < fewest:
+        while (fit := free_slots(needs, avoid)) < fewest:
             if time.monotonic() > deadline:
-                nodes = pool_nodes()
+                nodes = pool_nodes(avoid)
                 slots = sum(n["Resources"].get(GPU.resource, 0.0) for n in nodes)
                 processors = sum(n["Resources"].get("CPU", 0.0) for n in nodes)
                 raise PlacementError(
@@ -74,11 +81,12 @@ def wait_for_slots(fewest: int, most: int, cpus: float, timeout_s: float = PLACE
                     f" pool; {fit} are free of the {slots:g} on {len(nodes)} nodes with"
                     f" {processors:g} CPUs: lower training.workers, stop what runs there, or add"
                     " nodes (see cluster.yaml)"
+                    + "".join(f"; left out is {node[:12]}: {why}" for node, why in avoid.items())
                 )
             if demand is None:
-                demand = _demand(fewest, needs)
+                demand = _demand(fewest, needs, avoid)
             elif demand.wait(0):
-                return min(most, fewest + free_slots(needs))  # what it holds is ours
+                return min(most, fewest + free_slots(needs, avoid))  # what it holds is ours
             time.sleep(0.5)
         return min(most, fit)
     finally:
@@ -86,8 +94,8 @@ def wait_for_slots(fewest: int, most: int, cpus: float, timeout_s: float = PLACE
             ray.util.remove_placement_group(demand)
 
 
-def _demand(count: int, needs: dict[str, float]) -> Any:
+def _demand(count: int, needs: dict[str, float], avoid: Avoid) -> Any:
     """What an autoscaler sees; it also takes the slots as soon as they are there."""
     return ray.util.placement_group(
-        [dict(needs)] * count, bundle_label_selector=[dict(GPU.label_selector)] * count
+        [dict(needs)] * count, bundle_label_selector=[GPU.selector_without(tuple(avoid))] * count
     )

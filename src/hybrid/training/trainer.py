@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -36,6 +36,7 @@ def train_base(
     *,
     run_id: str | None = None,
     fresh: bool = False,
+    gate: Callable[[], Mapping[str, str]] = dict,
     on_progress: OnProgress | None = None,
 ) -> Manifest:
     """Train the base of a project and publish it.
@@ -46,6 +47,7 @@ def train_base(
     Args:
         run_id: names the run; by default made of the project's name and of all that decides it.
         fresh: start over, and publish again.
+        gate: called before workers start: nodes (Ray's ids) they must not run on, and why.
         on_progress: called with each record of the progress file (`progress.py`), and with
             `{"message": …}`.
 
@@ -69,8 +71,9 @@ def train_base(
     results = job.folder / "result.json"
     if not results.exists():
         job.folder.mkdir(parents=True, exist_ok=True)
+        avoid = gate()
         with Follower(job.folder, say):
-            metrics = run_workers(job, lambda text: say({"message": text}))
+            metrics = run_workers(job, lambda text: say({"message": text}), avoid)
         results.write_text(json.dumps(metrics))
     return registry.publish(
         "base",
@@ -93,6 +96,7 @@ def default_run_id(config: ProjectConfig, data_digest: str) -> str:
             "workers",
             "resize_s",
             "cpus_per_worker",
+            "audit",
             "strategy",
             "parallel",
             "checkpoint",

@@ -27,7 +27,9 @@ from hybrid.training.loop import Job, train
 from hybrid.training.notice import NOTHING, Notice
 from hybrid.training.parallel import backend
 from hybrid.training.slots import (
+    NOBODY,
     PLACE_S,
+    Avoid,
     free_slots,
     has_gpus,
     pool_nodes,
@@ -43,8 +45,12 @@ _RESULT = "outcome.json"
 OnMessage = Callable[[str], None]
 
 
-def run_workers(job: Job, say: OnMessage = log.info) -> dict[str, Any]:
+def run_workers(job: Job, say: OnMessage = log.info, avoid: Avoid = NOBODY) -> dict[str, Any]:
     """Run workers to the last step, through moves, lost nodes and failures.
+
+    Args:
+        say: told of every new start.
+        avoid: nodes (Ray's ids) that no worker may run on, and why.
 
     Returns:
         The final metrics, see `loop.train`.
@@ -57,14 +63,18 @@ def run_workers(job: Job, say: OnMessage = log.info) -> dict[str, Any]:
     failures, patience = 0, PLACE_S
     while True:
         count = wait_for_slots(
-            settings.fewest_workers, settings.most_workers, settings.cpus_per_worker, patience
+            settings.fewest_workers,
+            settings.most_workers,
+            settings.cpus_per_worker,
+            patience,
+            avoid,
         )
         patience = _WAIT_S
         (job.folder / _RESULT).unlink(missing_ok=True)
         nodes = {n["NodeID"] for n in pool_nodes()}
         begun = time.time()
         try:
-            _fit(job, count)
+            _fit(job, count, avoid)
         except Exception as e:
             # Ray wraps the worker's error in classes that differ with who failed and how often.
             own = _own(e)
@@ -85,7 +95,7 @@ def run_workers(job: Job, say: OnMessage = log.info) -> dict[str, Any]:
         say(f"the workers are started anew after step {outcome['step']}: {outcome['moved']}")
 
 
-def _fit(job: Job, count: int) -> None:
+def _fit(job: Job, count: int, avoid: Avoid) -> None:
     """Start workers and wait until all have ended; rank 0 leaves the outcome in a file."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -96,7 +106,7 @@ def _fit(job: Job, count: int) -> None:
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     trainer = TorchTrainer(
         _worker,
-        train_loop_config={"job": job},
+        train_loop_config={"job": job, "avoid": dict(avoid)},
         torch_config=TorchConfig(
             backend=backend(gpu),
             # A collective's own timeout says little: the watchdog is to be first.
@@ -106,7 +116,7 @@ def _fit(job: Job, count: int) -> None:
             num_workers=count,
             use_gpu=gpu,
             resources_per_worker=worker_resources(settings.cpus_per_worker, gpu),
-            label_selector=GPU.label_selector,
+            label_selector=GPU.selector_without(tuple(avoid)),
         ),
         run_config=RunConfig(
             # Our checkpoints are our own, so each fit is a new run to Ray: a name used again
@@ -131,7 +141,7 @@ def _worker(arguments: dict[str, Any]) -> None:
     outcome = train(
         job,
         report=ray.train.report,
-        notice=_Notices(job),
+        notice=_Notices(job, arguments["avoid"]),
         place=ray.get_runtime_context().get_node_id(),
     )
     if ray.train.get_context().get_world_rank() == 0:
@@ -141,9 +151,10 @@ def _worker(arguments: dict[str, Any]) -> None:
 class _Notices:
     """What Ray Train and the pool say, the same on all ranks; called by all of them together."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, avoid: Avoid) -> None:
         import ray.train
 
+        self._avoid = avoid
         settings = job.config.training
         self._fewest, self._most = settings.fewest_workers, settings.most_workers
         self._resize_s = settings.resize_s
@@ -164,7 +175,7 @@ class _Notices:
         return notice
 
     def _look(self, info: Any) -> Notice:
-        room = free_slots(self._needs)
+        room = free_slots(self._needs, self._avoid)
         if info is None:
             if not room:
                 self._alone_since = time.monotonic()

@@ -1,0 +1,69 @@
+"""Probe processes: one that hangs is killed and that is the finding; the next command works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hybrid.audit.process import ProbeFailed, ProbeProcess
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture
+def process() -> Iterator[ProbeProcess]:
+    process = ProbeProcess("lying_devices:Hanging", {"OMP_NUM_THREADS": "1"})
+    yield process
+    process.close()
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def test_a_hanging_probe_is_killed_and_a_finding(process: ProbeProcess) -> None:
+    from dataclasses import asdict
+
+    from lying_devices import TINY
+
+    process.call({"do": "open"}, 60)
+    assert process._process is not None
+    first = process._process.pid
+    probe = {"do": "probe", "level": asdict(TINY), "given": {"cores": 1}}
+    start = time.monotonic()
+    with pytest.raises(ProbeFailed, match="memory did not end within 1 s") as e:
+        process.call({**probe, "name": "memory"}, 1)
+    assert e.value.outcome == "timed-out"
+    assert time.monotonic() - start < 10
+    assert not alive(first)
+    readings, _ = process.call({**probe, "name": "cores"}, 60)
+    assert process._process.pid != first
+    assert readings[0]["name"] == "cpu.cores_claimed"
+
+
+def test_what_a_probe_raises_comes_back_and_the_process_lives() -> None:
+    process = ProbeProcess("host")
+    try:
+        with pytest.raises(ProbeFailed, match="KeyError: 'level'") as e:
+            process.call({"do": "probe", "name": "cores"}, 30)
+        assert e.value.outcome == "failed"
+        assert process._process is not None
+        pid = process._process.pid
+        with pytest.raises(ProbeFailed, match="AttributeError"):
+            process.call({"do": "nonsense"}, 30)
+        assert process._process.pid == pid
+        os.kill(pid, 9)
+        with pytest.raises(ProbeFailed, match="ended") as e:
+            process.call({"do": "open"}, 30)
+        assert e.value.outcome == "died"
+        assert process.call({"do": "open"}, 30) == ({}, b"")
+    finally:
+        process.close()
