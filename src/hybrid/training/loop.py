@@ -22,6 +22,7 @@ from hybrid.errors import TrainingError
 from hybrid.training.checkpoint import Checkpoints
 from hybrid.training.data import PreparedData, ShardSet, load_tokenizer
 from hybrid.training.fence import Fence
+from hybrid.training.isolation import check_isolation
 from hybrid.training.model import build_model, save_model
 from hybrid.training.notice import NOTHING, Notice
 from hybrid.training.optimizer import learning_rate, make_optimizer
@@ -94,6 +95,8 @@ def train(
     model = build_model(config.model, tokenizer, seed)
     parameters = sum(p.numel() for p in model.parameters())
     model = spread(model, settings.strategy, precision, world)
+    if settings.packing == "isolate":
+        check_isolation(model, len(tokenizer), world.device)
     optimizer = make_optimizer(model, settings)
     fence = Fence(job.folder)
     if world.rank == 0:

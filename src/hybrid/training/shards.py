@@ -66,7 +66,14 @@ class ShardSet:
         for entry in entries:
             name = entry["name"]
             self._shards.append(_mapped(folder / f"{name}.tokens.npy", entry["tokens"]))
-            self._offsets.append(_mapped(folder / f"{name}.offsets.npy", entry["documents"] + 1))
+            path = folder / f"{name}.offsets.npy"
+            offsets = _mapped(path, entry["documents"] + 1)
+            if offsets[-1] != entry["tokens"]:
+                raise DataError(
+                    f"{path}: ends at {offsets[-1]}, its shard has {entry['tokens']} tokens;"
+                    f" {_AGAIN}"
+                )
+            self._offsets.append(offsets)
         self._starts = np.cumsum([0, *map(len, self._shards)])
         self.tokens = int(self._starts[-1])
         self._order = lru_cache(maxsize=2)(_permutation)  # a batch may straddle two epochs
