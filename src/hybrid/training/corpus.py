@@ -5,6 +5,7 @@ Every error names the file and the line, because a corpus is somebody else's dat
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import runpy
@@ -82,7 +83,8 @@ def prepare_once(config: DataConfig, out: Path) -> bool:
     """Run `prepare(out)` of the Python file `data.prepare`, unless this very file has run already.
 
     Returns:
-        Whether it ran. A marker with the file's digest is written only after it returned.
+        Whether it ran. A marker with the file's digest is written only after it returned; a second
+        run on this machine waits for that.
 
     Raises:
         DataError: the file is missing or has no function `prepare`.
@@ -94,14 +96,18 @@ def prepare_once(config: DataConfig, out: Path) -> bool:
         digest = hashlib.sha256(script.read_bytes()).hexdigest()
     except FileNotFoundError:
         raise DataError(f"data.prepare: {script}: no such file", param="data.prepare") from None
-    if marker.exists() and json.loads(marker.read_text())["sha256"] == digest:
-        return False
     out.mkdir(parents=True, exist_ok=True)
-    prepare = runpy.run_path(str(script)).get("prepare")
-    if prepare is None:
-        raise DataError(f"data.prepare: {script}: defines no prepare(out)", param="data.prepare")
-    prepare(out)
-    marker.write_text(json.dumps({"script": str(script), "sha256": digest}))
+    with (out / ".prepare.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two runs at once: the second finds the marker
+        if marker.exists() and json.loads(marker.read_text())["sha256"] == digest:
+            return False
+        prepare = runpy.run_path(str(script)).get("prepare")
+        if prepare is None:
+            raise DataError(
+                f"data.prepare: {script}: defines no prepare(out)", param="data.prepare"
+            )
+        prepare(out)
+        marker.write_text(json.dumps({"script": str(script), "sha256": digest}))
     return True
 
 

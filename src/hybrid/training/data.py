@@ -1,46 +1,37 @@
-"""Packed token shards and the data cursor: which tokens a micro-batch holds, from its number alone.
-
-Documents are tokenised, closed with the end-of-text token and laid end to end in memory-mapped
-`.npy` shards. Sequence n is the window [n·L, n·L + L] of that stream; each epoch visits all of
-them in an order drawn from (seed, epoch). Nothing but the step number needs to be remembered.
-"""
+"""From a corpus to what training reads: the tokenizer, and shards of tokens (shards.py)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from hybrid.config import DataConfig, ProjectConfig, TrainingConfig
+from hybrid.config import DataConfig, ProjectConfig
 from hybrid.errors import ConfigError, DataError
 from hybrid.training.corpus import File, find_files, read_documents
+from hybrid.training.packing import IGNORE, Batch
+from hybrid.training.shards import ShardSet, write_shard
+
+__all__ = [
+    "IGNORE", "Batch", "PreparedData", "ShardSet", "ShardTask", "load_tokenizer", "prepare_data",
+    "train_tokenizer", "write_shard",
+]  # fmt: skip
 
 END_OF_TEXT = "<|endoftext|>"
-IGNORE = -100
-"""Label of a position that is padding: no loss is taken there."""
 SHARD_BYTES = 64 * 1024 * 1024
 """Source bytes a shard is cut at (between files), so that many can be tokenised at once."""
-
-Tokens = npt.NDArray[np.unsignedinteger[Any]]
-
-
-class Batch(TypedDict):
-    """One micro-batch: int64 arrays [micro_batch, sequence_length].
-
-    `labels[i, t]` is the token that follows `input_ids[i, t]`, or IGNORE past the corpus' end.
-    """
-
-    input_ids: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64]
+LEFTOVER_S = 24 * 3600.0
+"""A preparation that has written nothing for so long was killed; what it left is removed."""
 
 
 # --- tokenizer ------------------------------------------------------------------------------
@@ -125,94 +116,13 @@ class ShardTask:
         documents = []
         for texts in _chunks(read_documents(self.files, self.config), 256):
             for encoded in bpe.encode_batch(texts, add_special_tokens=False):
+                if not encoded.ids:  # a normaliser took all: nothing to learn from
+                    continue
                 ids = np.array([*encoded.ids, self.eos], dtype=np.uint32 if wide else np.uint16)
                 documents.append(ids)
         tokens = np.concatenate(documents) if documents else np.zeros(0, dtype=np.uint16)
         offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
         return write_shard(self.folder, self.number, tokens, offsets)
-
-
-def write_shard(
-    folder: Path, number: int, tokens: Tokens, offsets: npt.NDArray[np.int64]
-) -> dict[str, Any]:
-    """Write one shard as a pair of `.npy` files.
-
-    Args:
-        tokens: uint16 or uint32 [tokens], every document closed by the end-of-text token.
-        offsets: int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]].
-
-    Returns:
-        Its entry of the index: name, tokens, documents, sha256 over the two arrays' bytes.
-    """
-    name = f"shard-{number:05d}"
-    np.save(folder / f"{name}.tokens.npy", tokens)
-    np.save(folder / f"{name}.offsets.npy", offsets)
-    digest = hashlib.sha256(tokens.astype("<u4").tobytes())
-    digest.update(offsets.astype("<i8").tobytes())
-    return {
-        "name": name,
-        "tokens": len(tokens),
-        "documents": len(offsets) - 1,
-        "sha256": digest.hexdigest(),
-    }
-
-
-class ShardSet:
-    """The token stream of one corpus, memory-mapped, with deterministic access."""
-
-    def __init__(self, folder: Path) -> None:
-        self.index: dict[str, Any] = json.loads((folder / "index.json").read_text())
-        self._shards: list[Tokens] = [
-            np.load(folder / f"{entry['name']}.tokens.npy", mmap_mode="r")
-            for entry in self.index["shards"]
-            if entry["tokens"]  # an empty array cannot be mapped
-        ]
-        self._starts = np.cumsum([0, *map(len, self._shards)])
-        self.tokens = int(self._starts[-1])
-        self._order = lru_cache(maxsize=2)(_permutation)  # a batch may straddle two epochs
-
-    def sequences(self, length: int) -> int:
-        """Windows of `length` inputs; the last may be padded."""
-        return -(-(self.tokens - 1) // length)
-
-    def micro_batch(self, step: int, index: int, config: TrainingConfig, seed: int) -> Batch:
-        """Micro-batch `index` of step `step` (both from 0), the same on whatever rank asks."""
-        count = self.sequences(config.sequence_length)
-        first = (step * config.micro_batches + index) * config.micro_batch
-        windows = []
-        for k in range(first, first + config.micro_batch):
-            epoch, position = divmod(k, count)
-            windows.append(int(self._order(seed, epoch, count)[position]))
-        return self._gather(windows, config.sequence_length)
-
-    def eval_batch(self, index: int, config: TrainingConfig) -> Batch:
-        """Micro-batch `index` of the corpus in its own order; rows past the end are padding."""
-        first = index * config.micro_batch
-        return self._gather(range(first, first + config.micro_batch), config.sequence_length)
-
-    def _gather(self, windows: Iterable[int], length: int) -> Batch:
-        rows = [self._window(n * length, length + 1) for n in windows]
-        inputs = np.zeros((len(rows), length), dtype=np.int64)
-        labels = np.full((len(rows), length), IGNORE, dtype=np.int64)
-        for i, row in enumerate(rows):
-            inputs[i, : min(len(row), length)] = row[:length]
-            labels[i, : max(len(row) - 1, 0)] = row[1:]
-        return {"input_ids": inputs, "labels": labels}
-
-    def _window(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """At most `length` tokens of the stream from `start`, across shards."""
-        parts, end = [], min(start + length, self.tokens)
-        while start < end:
-            shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-            stop = min(end, int(self._starts[shard + 1]))
-            base = int(self._starts[shard])
-            parts.append(self._shards[shard][start - base : stop - base].astype(np.int64))
-            start = stop
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-
-
-def _permutation(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
-    return np.random.default_rng([seed, epoch]).permutation(count)
 
 
 # --- the whole corpus of a project ----------------------------------------------------------
@@ -252,39 +162,7 @@ def prepare_data(config: ProjectConfig, run_all: RunAll | None = None) -> Prepar
     )
     home = config.run.dir / "shards" / key[:16]
     if not (home / "data.json").exists():
-        shutil.rmtree(home, ignore_errors=True)  # what an interrupted preparation left
-        home.mkdir(parents=True)
-        tokenizer = (
-            load_tokenizer(source)
-            if source
-            else train_tokenizer(
-                _some(read_documents(learn, data), learn),
-                data.tokenizer.vocab_size,
-                config.model.context,
-            )
-        )
-        tokenizer.save_pretrained(home / "tokenizer")
-        digests = [hashlib.sha256((home / "tokenizer/tokenizer.json").read_bytes()).hexdigest()]
-        for name, files in (("train", train), ("holdout", holdout)):
-            if files:
-                folder = home / name
-                folder.mkdir()
-                shards = run_all(
-                    [
-                        ShardTask(
-                            files=group,
-                            config=data,
-                            tokenizer=home / "tokenizer",
-                            eos=tokenizer.eos_token_id,
-                            folder=folder,
-                            number=number,
-                        )
-                        for number, group in enumerate(_group(files))
-                    ]
-                )
-                (folder / "index.json").write_text(json.dumps({"shards": shards}, indent=1))
-                digests += [shard["sha256"] for shard in shards]
-        (home / "data.json").write_text(json.dumps({"digest": _digest(digests)}))
+        _make(config, home, {"train": train, "holdout": holdout}, learn, run_all)
     result = PreparedData(
         train=home / "train",
         holdout=home / "holdout" if holdout else None,
@@ -293,6 +171,83 @@ def prepare_data(config: ProjectConfig, run_all: RunAll | None = None) -> Prepar
     )
     _check_length(result, config)
     return result
+
+
+def _make(
+    config: ProjectConfig,
+    home: Path,
+    corpora: dict[str, list[File]],
+    learn: list[File],
+    run_all: RunAll,
+) -> None:
+    """Make all of `home` in a folder of this process's own, then rename it.
+
+    Runs that prepare the same data at once, on whatever machines, do not meet: the first to be done
+    is kept, and the others' is dropped, as it is the same.
+    """
+    own = home.with_name(f"{home.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
+    own.mkdir(parents=True)
+    try:
+        digest = _fill(config, own, corpora, learn, run_all)
+        (own / "data.json").write_text(json.dumps({"digest": digest}))
+        try:
+            if home.exists() and not (home / "data.json").exists():  # damaged
+                home.rename(own / "damaged")
+                shutil.rmtree(own / "damaged")
+            own.rename(home)
+        except OSError:
+            if not (home / "data.json").exists():
+                raise
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+    for other in home.parent.glob("*.tmp"):
+        try:
+            written = max(path.stat().st_mtime for path in (other, *other.rglob("*")))
+        except FileNotFoundError:  # its owner is just finishing
+            continue
+        if time.time() - written > LEFTOVER_S:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _fill(
+    config: ProjectConfig,
+    folder: Path,
+    corpora: dict[str, list[File]],
+    learn: list[File],
+    run_all: RunAll,
+) -> str:
+    """The tokenizer and every corpus' shards, in `folder`; a digest of them."""
+    data, source = config.data, config.model.source
+    tokenizer = (
+        load_tokenizer(source)
+        if source
+        else train_tokenizer(
+            _some(read_documents(learn, data), learn),
+            data.tokenizer.vocab_size,
+            config.model.context,
+        )
+    )
+    tokenizer.save_pretrained(folder / "tokenizer")
+    digests = [hashlib.sha256((folder / "tokenizer/tokenizer.json").read_bytes()).hexdigest()]
+    for name, files in corpora.items():
+        if files:
+            (folder / name).mkdir()
+            shards = run_all(
+                [
+                    ShardTask(
+                        files=group,
+                        config=data,
+                        tokenizer=folder / "tokenizer",
+                        eos=tokenizer.eos_token_id,
+                        folder=folder / name,
+                        number=number,
+                    )
+                    for number, group in enumerate(_group(files))
+                ]
+            )
+            (folder / name / "index.json").write_text(json.dumps({"shards": shards}, indent=1))
+            digests += [shard["sha256"] for shard in shards]
+    return _digest(digests)
 
 
 def _check_length(data: PreparedData, config: ProjectConfig) -> None:

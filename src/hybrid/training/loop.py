@@ -22,6 +22,7 @@ from hybrid.training.bad_batches import record_batch
 from hybrid.training.checkpoint import Checkpoints
 from hybrid.training.data import PreparedData, ShardSet, load_tokenizer
 from hybrid.training.fence import Fence
+from hybrid.training.isolation import check_isolation
 from hybrid.training.model import build_model, save_model
 from hybrid.training.notice import NOTHING, Notice
 from hybrid.training.optimizer import learning_rate, make_optimizer
@@ -118,6 +119,8 @@ def _train(
     parameters = sum(p.numel() for p in model.parameters())
     own_time = OwnTime(model, world.device)
     model = spread(model, settings.strategy, precision, world)
+    if settings.packing == "isolate":
+        check_isolation(model, len(tokenizer), world.device)
     optimizer = make_optimizer(model, settings)
     progress = Progress(job.folder, enabled=world.rank == 0)
     fence = Fence(job.folder)

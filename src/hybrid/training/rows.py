@@ -91,7 +91,7 @@ def read(name: str, spec: AdapterConfig) -> AdapterData:
 def read_rows(path: Path) -> list[Row]:
     """Rows of a JSONL file. Raises DataError with file and line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold U+2028 and its like
     except FileNotFoundError:
         raise DataError(f"{path}: no such file") from None
     except UnicodeDecodeError as e:

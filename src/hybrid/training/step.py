@@ -161,7 +161,10 @@ def _loss_sum(model: nn.Module, batch: Batch, device: torch.device) -> torch.Ten
     """Cross entropy summed over real tokens, in float32 or better: a scalar."""
     inputs = torch.from_numpy(batch["input_ids"]).to(device, non_blocking=True)
     labels = torch.from_numpy(batch["labels"]).to(device, non_blocking=True)
-    logits = model(input_ids=inputs, use_cache=False).logits
+    more = {}
+    if "position_ids" in batch:  # documents are isolated
+        more["position_ids"] = torch.from_numpy(batch["position_ids"]).to(device, non_blocking=True)
+    logits = model(input_ids=inputs, use_cache=False, **more).logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
