@@ -58,11 +58,11 @@ def test_packed_rows_have_the_loss_and_gradient_of_rows_alone(base: Path) -> Non
     for batch in (pad(answers(21), 0, CPU), pack(answers(21), 0, CPU, 64)):
         value = loss(batch)
         value.backward()
-        found.append((float(value), head.grad.clone(), batch))
+        found.append((float(value.detach()), head.grad.clone(), batch))
         head.grad = None
     (alone, alone_grad, padded), (packed, packed_grad, dense) = found
-    assert packed == pytest.approx(alone, rel=1e-9)
-    assert torch.allclose(packed_grad, alone_grad, atol=1e-9)
+    assert packed == pytest.approx(alone, rel=1e-6)
+    assert torch.allclose(packed_grad, alone_grad, atol=1e-5)
     assert dense.count == padded.count
     assert dense.ids.numel() < 0.7 * padded.ids.numel(), "there is little padding left"
     assert dense.ids.shape[1] <= 64
@@ -118,9 +118,7 @@ def test_a_rare_answer_is_learnt_only_with_weights(base: Path, tmp_path: Path) -
         data = rows.read("a", config)
         engine = Engine(base, "d", device="cpu")
         engine.add_adapter(
-            engine.read_adapter(
-                tmp_path / weights / "a", name="a", digest="a", base_digest="d"
-            )
+            engine.read_adapter(tmp_path / weights / "a", name="a", digest="a", base_digest="d")
         )
         right[weights] = evaluate.judge(engine, config, data, "a")
     assert right["none"] == ["quick"] * 6
