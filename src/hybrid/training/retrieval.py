@@ -64,7 +64,7 @@ def recall(
         best = max(values[p] for p in places)
         others = int((values == best).sum()) - sum(values[p] == best for p in places)
         ranks.append(int((values > best).sum()) + others / 2)
-    return {k: sum(rank < k for rank in ranks) / len(ranks) for k in ks}
+    return {k: float(np.mean([rank < k for rank in ranks])) for k in ks}
 
 
 def candidates(data: AdapterData) -> tuple[list[str], list[frozenset[int]]]:
