@@ -94,19 +94,29 @@ def train(
     )
 
 
-@app.command(epilog="Example: hybrid specialise citation jurisdiction")
+@app.command(epilog="Example: hybrid specialise --only citation,jurisdiction")
 def specialise(
     names: Annotated[list[str] | None, typer.Argument(help="Adapters; all if none.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="The same, as a list: --only a,b (repeatable).")
+    ] = None,
     config: Config = DEFAULT,
     sets: Sets = None,
     base: Annotated[str | None, typer.Option(help="Base to train on; default: the served.")] = None,
     force: Annotated[bool, typer.Option(help="Publish even below the majority class.")] = False,
+    fresh: Annotated[bool, typer.Option(help="Forget what is partly trained.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train, judge and publish adapters, and add them to the served release."""
     p = _open(config, sets)
+    listed = [name.strip() for item in only or [] for name in item.split(",") if name.strip()]
+    if only and not listed:
+        raise ConfigError("--only: expected names of adapters, e.g. --only citation,jurisdiction")
+    wanted = list(dict.fromkeys([*(names or []), *listed])) or None
     with Bars(err) as bars:
-        done = p.specialise(names or None, base=base, force=force, on_progress=bars.specialising)
+        done = p.specialise(
+            wanted, base=base, force=force, fresh=fresh, on_progress=bars.specialising
+        )
     table = Table("adapter", "version", "digest", "majority", "base", "specialist", "macro-F1")
     for name, m in done.items():
         metrics = m.metrics
@@ -115,8 +125,8 @@ def specialise(
             f"v{m.version}",
             short(m.digest),
             percent(metrics.get("majority")),
-            percent(metrics.get("base_exact")),
-            percent(metrics.get("exact")),
+            percent(metrics.get("base_exact", metrics.get("base_recall_1"))),
+            percent(metrics.get("exact", metrics.get("recall_1"))),
             percent(metrics.get("macro_f1")),
         )
     data = {n: m.model_dump(mode="json", exclude={"files"}) for n, m in done.items()}
@@ -327,7 +337,7 @@ def _kind(value: str) -> Any:
 
 
 def _metrics(metrics: dict[str, Any]) -> str:
-    keys = ("eval_loss", "exact", "macro_f1", "majority", "base_exact", "tokens_per_s")
+    keys = ("eval_loss", "exact", "macro_f1", "majority", "base_exact", "recall_1", "tokens_per_s")
     return "  ".join(f"{k} {metrics[k]:.3g}" for k in keys if metrics.get(k) is not None)
 
 

@@ -103,6 +103,7 @@ class Project:
         *,
         base: str | None = None,
         force: bool = False,
+        fresh: bool = False,
         on_progress: Progress | None = None,
     ) -> dict[str, Manifest]:
         """Train adapters, publish them, and add them to the served release.
@@ -113,6 +114,7 @@ class Project:
                 With another base than the served one, the release moves to it in one step with
                 all its new adapters.
             force: publish even what does not beat the majority class.
+            fresh: forget what is partly trained; else a killed run goes on.
 
         Raises:
             NotFound: no base is published, or `only` names no adapter of the project.
@@ -135,6 +137,7 @@ class Project:
                 base=f"{name}@{digest}",
                 only=only,
                 force=force,
+                fresh=fresh,
                 on_progress=on_progress,
             )
         adapters = {adapter: manifest.digest for adapter, manifest in done.items()}

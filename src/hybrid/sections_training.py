@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -168,6 +168,18 @@ class TrainingConfig(Section):
         return self.sequence_length * self.micro_batch * self.micro_batches
 
 
+class EarlyStoppingConfig(Section):
+    """Stopping where more training no longer helps what is not trained on."""
+
+    share: float = Field(0.1, gt=0, lt=1)
+    """Share of the training rows set aside, chosen by a hash of their input; the judged holdout is
+    never looked at."""
+    every: int = Field(20, ge=1)
+    """Steps between looks at their loss."""
+    patience: int = Field(5, ge=1)
+    """Looks without a lower loss before training ends. The best weights are the ones kept."""
+
+
 class LoraConfig(Section):
     """Shape and training of a LoRA adapter (PEFT's format)."""
 
@@ -178,17 +190,61 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     )  # fmt: skip
-    """Names of the projections that get an adapter."""
+    """Names of the modules that get an adapter."""
+    rank_pattern: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """Other ranks, by a regular expression that the end of a module's name matches."""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Other alphas, likewise."""
+    modules_to_save: tuple[str, ...] = ()
+    """Modules trained whole: `embed_tokens`, `lm_head`."""
+    rslora: bool = False
+    """Rank-stabilised (Kalajdzievski 2023): the delta is alpha / sqrt(rank) x B A."""
+    dora: bool = False
+    """Weight-decomposed (Liu et al. 2024): refused before training, as the engine has none."""
     dropout: float = Field(0.05, ge=0, lt=1)
     """Dropout on the adapter's input while training."""
     steps: int = Field(200, ge=1)
-    """Optimiser steps."""
+    """Optimiser steps, at most."""
     batch: int = Field(32, ge=1)
     """Rows a step."""
+    micro_batches: int = Field(1, ge=1)
+    """Parts a step's rows are computed in, dealt whole to `workers`: a fixed grid, so that any
+    number of workers computes the same. More parts, less memory."""
+    workers: int = Field(1, ge=1)
+    """Processes that train this adapter together, the frozen base sharded over them (FSDP2): for
+    bases that do not fit one device. At most `micro_batches`."""
     lr: float = Field(2e-3, gt=0)
     """Peak learning rate (cosine, 5 % warm-up)."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW weight decay."""
+    base_precision: Literal["auto", "float32", "bfloat16", "int8", "nf4"] = "auto"
+    """Of the frozen base while training; the adapter is float32. `nf4` is QLoRA's 4-bit type
+    (Dettmers et al. 2023), `int8` one scale a row; `auto` is bfloat16 where the GPU has it."""
+    packing: bool = False
+    """Put short rows into one sequence, hidden from one another, instead of padding them."""
+    weights: Literal["none", "balanced", "sqrt"] = "none"
+    """How rows weigh in the loss, by their answer: `balanced` makes every answer weigh the same in
+    all, `sqrt` goes half the way."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """None: train all steps."""
+    checkpoint_every: int = Field(50, ge=1)
+    """Steps between small checkpoints, from which a killed run goes on."""
+
+    @model_validator(mode="after")
+    def _grid_fits(self) -> LoraConfig:
+        if self.micro_batches > self.batch:
+            raise ValueError(f"micro_batches ({self.micro_batches}) is more than batch rows")
+        if self.workers > self.micro_batches:
+            raise ValueError(
+                f"workers ({self.workers}) is more than micro_batches ({self.micro_batches}), the"
+                " parts that are dealt to them: raise micro_batches"
+            )
+        if self.workers > 1 and self.base_precision in ("int8", "nf4"):
+            raise ValueError(
+                f"base_precision {self.base_precision} is for one worker: sharded bases are"
+                " bfloat16 or float32"
+            )
+        return self
 
 
 class AdapterConfig(Section):
@@ -196,13 +252,15 @@ class AdapterConfig(Section):
 
     train: str
     """JSONL of {"input": …, "output": …}; `output` may be a list of acceptable answers (a set),
-    of which the first is trained on."""
+    of which the first is trained on. For `embed`, the two are texts that mean the same."""
     holdout: str
     """JSONL of the same shape, judged and never trained on."""
     template: str = "{input}\n"
-    """The prompt: must contain {input}. The answer follows it, then the end-of-text token."""
-    kind: Literal["choice", "generate"] = "choice"
-    """`choice` scores a closed set of answers; `generate` decodes greedily."""
+    """The prompt: must contain {input}. The answer follows it, then the end-of-text token. For
+    `embed` both texts are put into it; its default is then `{input}`."""
+    kind: Literal["choice", "generate", "embed"] = "choice"
+    """`choice` scores a closed set of answers; `generate` decodes greedily; `embed` makes vectors
+    that are near for texts that mean the same."""
     choices: str | None = None
     """JSON file with the list of choices; by default the distinct outputs of `train`."""
     candidates: str | None = None
@@ -211,15 +269,39 @@ class AdapterConfig(Section):
     augment: str | None = None
     """`FILE.py:function` or dotted path of `(input: str, rng: random.Random) -> str`, applied
     to every training row anew each epoch."""
+    temperature: float = Field(0.05, gt=0)
+    """embed: what similarities are divided by in the contrastive loss."""
     lora: LoraConfig = LoraConfig()
     """Shape and training."""
     margin: float = Field(0.02, ge=0)
-    """Held-out exact match must beat the majority class by this, or nothing is published."""
+    """Held-out exact match must beat the majority class by this, or nothing is published; for
+    `embed` recall@1 must beat the base's."""
     max_holdout: int = Field(1000, ge=1)
     """Held-out rows judged, at most (the first ones)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _embeds_plain_text(cls, raw: Any) -> Any:
+        if isinstance(raw, dict) and raw.get("kind") == "embed" and "template" not in raw:
+            return {**raw, "template": "{input}"}
+        return raw
 
     @model_validator(mode="after")
     def _template_has_input(self) -> AdapterConfig:
         if "{input}" not in self.template:
             raise ValueError("template must contain {input}")
+        return self
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> AdapterConfig:
+        if self.kind != "embed":
+            return self
+        for field, given in (
+            ("choices", self.choices),
+            ("candidates", self.candidates),
+            ("lora.packing", self.lora.packing),
+            ("lora.weights", self.lora.weights != "none"),
+        ):
+            if given:
+                raise ValueError(f"{field} does not apply to kind embed")
         return self

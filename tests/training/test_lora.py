@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import json
-import random
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hybrid.config import AdapterConfig, LoraConfig
 from hybrid.engine.engine import Engine
 from hybrid.errors import ConfigError, DataError
 from hybrid.testing_models import tiny_base
 from hybrid.training import evaluate, rows
-from hybrid.training.lora import Base, answer_loss, make_batches, train_adapter
+from hybrid.training.adapter_batches import Batches
+from hybrid.training.adapter_loss import answer_loss
+from hybrid.training.lora import Base, train_adapter
 
-TEMPLATE = "{input} is\n"
-
-
-def spec(folder: Path, **changes: Any) -> AdapterConfig:
-    fields = {
-        "train": str(folder / "train.jsonl"),
-        "holdout": str(folder / "holdout.jsonl"),
-        "template": TEMPLATE,
-        "lora": LoraConfig(rank=8, alpha=32, steps=200, batch=8, lr=0.004, dropout=0.0),
-        **changes,
-    }
-    return AdapterConfig.model_validate(fields)
+sys.path.insert(0, str(Path(__file__).parent))
+from lora_support import PAIRS, TEMPLATE, spec, write_rows
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    pairs = [("the fox", "quick"), ("the dog", "lazy"), ("ABC", "quick")]
-    lines = "".join(json.dumps({"input": i, "output": o}) + "\n" for i, o in pairs * 8)
-    (tmp_path / "train.jsonl").write_text(lines)
+    write_rows(tmp_path / "train.jsonl", PAIRS * 8)
     (tmp_path / "holdout.jsonl").write_text(
         '{"input": "the dog", "output": ["lazy", "brown"]}\n'
         '{"input": "the fox", "output": "quick"}\n'
@@ -51,7 +40,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_only_the_answer_and_its_end_are_learnt(base: Path, folder: Path) -> None:
     made = Base(base, "b@1")
     data = rows.read("a", spec(folder))
-    ids, labels = next(make_batches(made, spec(folder), data, random.Random(0)))
+    [batch] = Batches(made, spec(folder), data.train, None, 0).at(0)
+    ids, labels = batch.ids, batch.labels
     assert ids.shape == labels.shape
     end = made.tokenizer.eos_token_id
     for row, wanted in zip(ids, labels, strict=True):
@@ -84,9 +74,9 @@ def test_a_trained_adapter_is_served_as_peft_computes_it(base: Path, folder: Pat
     assert figures["majority"] == 0.5
     assert figures["rows"] == 2
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out).eval()
-    ids, labels = next(make_batches(made, config, data, random.Random(0)))
+    [batch] = Batches(made, config, data.train, None, 0).at(0)
     with torch.inference_mode():
-        assert float(answer_loss(model.base_model.model, ids, labels)) < 0.5
+        assert float(answer_loss(model.base_model.model, batch)) < 0.5
 
     saved = json.loads((out / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == "b@1"
@@ -96,7 +86,7 @@ def test_a_trained_adapter_is_served_as_peft_computes_it(base: Path, folder: Pat
 
 
 def test_the_same_seed_trains_the_same_adapter(base: Path, folder: Path) -> None:
-    config = spec(folder, lora=LoraConfig(rank=2, steps=5, batch=8))
+    config = spec(folder, {"rank": 2, "steps": 5})
     data = rows.read("a", config)
     made = Base(base, "b@1")
     weights = []
@@ -107,7 +97,7 @@ def test_the_same_seed_trains_the_same_adapter(base: Path, folder: Path) -> None
 
 
 def test_a_target_that_matches_nothing_is_refused(base: Path, folder: Path) -> None:
-    config = spec(folder, lora=LoraConfig(targets=("nope",), steps=1))
+    config = spec(folder, {"targets": ("nope",), "steps": 1})
     with pytest.raises(ConfigError, match="nope"):
         train_adapter(
             Base(base, "b"), config, rows.read("a", config), folder / "x", seed=0, report=print

@@ -12,6 +12,7 @@ from typing import Any
 
 from hybrid.config import AdapterConfig
 from hybrid.engine.engine import Engine
+from hybrid.training import retrieval
 from hybrid.training.rows import AdapterData
 from hybrid.wire import Sampling
 
@@ -50,6 +51,19 @@ def judge(engine: Engine, spec: AdapterConfig, data: AdapterData, adapter: str |
     return [text.strip() for text in texts]
 
 
+def shortfall(spec: AdapterConfig, metrics: dict[str, Any]) -> str | None:
+    """Why an adapter with these figures is not worth publishing; None when it is."""
+    if spec.kind == "embed":
+        what, has, beaten = "recall@1", metrics["recall_1"], metrics["base_recall_1"]
+        whom = "the base's own vectors"
+    else:
+        what, has, beaten = "exact match", metrics["exact"], metrics["majority"]
+        whom = "the majority class"
+    if has >= beaten + spec.margin:
+        return None
+    return f"held-out {what} {has:.1%} does not beat {whom} ({beaten:.1%}) by {spec.margin:.1%}"
+
+
 def exact_match(answers: Sequence[str], data: AdapterData) -> float:
     """Share of answers that are one of their row's acceptable ones."""
     right = sum(a in row.outputs for a, row in zip(answers, data.holdout, strict=True))
@@ -73,23 +87,36 @@ def macro_f1(answers: Sequence[str], data: AdapterData) -> float:
     return sum(scores) / len(scores)
 
 
-def evaluate(base: Path, folder: Path, spec: AdapterConfig, data: AdapterData) -> dict[str, Any]:
-    """Figures of an adapter, its base and the majority class on the same rows.
+def evaluate(
+    base: Path,
+    folder: Path,
+    spec: AdapterConfig,
+    data: AdapterData,
+    *,
+    name: str = "judged",
+    device: str | None = None,
+) -> dict[str, Any]:
+    """Figures of an adapter and of what it is to beat, on the same rows.
 
     Args:
         base: the base's folder.
         folder: the adapter's.
+        name: the adapter's, for the message if it is refused.
+        device: the engine's; by default what is there.
 
     Returns:
-        rows, exact, macro_f1 (closed sets only), base_exact, majority: shares of one.
+        rows, exact, macro_f1 (closed sets only), base_exact, majority: shares of one. For `embed`
+        see `retrieval.judge`.
 
     Raises:
         AdapterRefused: the engine would not serve it.
     """
-    engine = Engine(base, "judged", max_rows=32)
+    engine = Engine(base, "judged", max_rows=32, device=device)
     engine.add_adapter(
-        engine.read_adapter(folder, name="judged", digest="judged", base_digest="judged")
+        engine.read_adapter(folder, name=name, digest="judged", base_digest="judged")
     )
+    if spec.kind == "embed":
+        return retrieval.judge(engine, spec, data, "judged")
     answers = judge(engine, spec, data, "judged")
     return {
         "rows": len(data.holdout),

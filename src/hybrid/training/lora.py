@@ -1,27 +1,26 @@
-"""Training one LoRA adapter: PEFT on a base in memory, loss on the answer only."""
+"""Training one LoRA adapter: PEFT on a frozen base, whole on one device or sharded over many."""
 
 from __future__ import annotations
 
 import json
-import math
-import random
-from collections.abc import Callable, Iterator
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from hybrid.config import AdapterConfig
-from hybrid.errors import ConfigError, TrainingError
+from hybrid.errors import ConfigError
+from hybrid.training.adapter_batches import Batches, split
+from hybrid.training.adapter_loop import Report, train_loop
+from hybrid.training.adapter_loss import AnswerLoss, PairLoss
+from hybrid.training.parallel import World
+from hybrid.training.quantize import quantize
 from hybrid.training.rows import AdapterData
-
-Report = Callable[[dict[str, Any]], None]
-_BUCKET = 16
-"""Batches whose rows are sorted by length together, so that little is padded."""
-_WARMUP = 0.05
 
 
 class Base:
@@ -30,18 +29,60 @@ class Base:
     Args:
         folder: Hugging Face layout.
         name: written into adapters as what they were trained on, e.g. `legal-base@<digest>`.
+        precision: see `lora.base_precision`.
+        sharded: it is to be sharded over ranks when it is first trained on, and then serves for
+            that one adapter; until then it is in the host's memory.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(
+        self, folder: Path, name: str, precision: str = "auto", *, sharded: bool = False
+    ) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self.name = name
+        self.name, self.precision, self.sharded = name, precision, sharded
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.world = World.current() if sharded else World(rank=0, size=1, device=_device())
+        self.device = self.world.device
+        self.dtype = _dtype(precision, self.device)
         self.model = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32
-        ).to(self.device)
+            folder, local_files_only=True, dtype=self.dtype
+        )
+        if precision in ("int8", "nf4"):
+            quantize(self.model, precision, self.dtype)  # type: ignore[arg-type]
+        if not sharded:
+            self.model.to(self.device)
+        self.model.requires_grad_(False)
         self.context = int(self.model.config.max_position_embeddings)
+        self.window: int | None = getattr(self.model.config, "sliding_window", None)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _dtype(precision: str, device: torch.device) -> torch.dtype:
+    """What the base computes in."""
+    if precision in ("float32", "bfloat16"):
+        return torch.float32 if precision == "float32" else torch.bfloat16
+    gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if gpu else torch.float32
+
+
+def peft_config(spec: AdapterConfig) -> Any:
+    """PEFT's configuration of an adapter."""
+    lora = spec.lora
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets),
+        rank_pattern=dict(lora.rank_pattern),
+        alpha_pattern=dict(lora.alpha_pattern),
+        modules_to_save=list(lora.modules_to_save) or None,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        task_type="CAUSAL_LM",
+    )
 
 
 def train_adapter(
@@ -49,149 +90,117 @@ def train_adapter(
 ) -> dict[str, Any]:
     """Train an adapter and save it in PEFT's format, with hybrid.json beside it.
 
+    A run that was killed goes on from the small checkpoint in `out`'s parent folder. With a
+    sharded base all ranks call it together, and rank 0 saves.
+
     Args:
         out: folder to write.
         seed: of initialisation, dropout, augmentation and order.
-        report: called with `{"step", "steps", "loss"}` about once a second's worth of steps.
+        report: called about every ten steps, see `adapter_loop.train_loop`.
 
     Returns:
-        train_loss (nats a token of the last tenth of the steps), steps, epochs.
+        train_loss (nats a token, or a pair, over the last tenth of the steps), steps, epochs; with
+        early stopping validation_loss and best_step too, and resumed_from where it went on.
 
     Raises:
-        ConfigError: a target matches nothing in the base. TrainingError: the loss is not finite.
+        ConfigError: a target matches nothing in the base, or a row does not fit it.
+        DataError: too few rows for early stopping. TrainingError: the loss is not finite.
     """
     lora = spec.lora
+    rows, aside = data.train, None
+    if lora.early_stopping:
+        rows, aside = split(data.train, lora.early_stopping.share, spec.train)
     torch.manual_seed(seed)
     try:
-        peft = get_peft_model(
-            base.model,
-            LoraConfig(
-                r=lora.rank,
-                lora_alpha=lora.alpha,
-                lora_dropout=lora.dropout,
-                target_modules=list(lora.targets),
-                task_type="CAUSAL_LM",
-            ),
-        )
+        with warnings.catch_warnings():
+            # An end of a tied base that is adapted alone is served just as PEFT computes it.
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
+            peft = get_peft_model(base.model, peft_config(spec))
     except ValueError as e:
         raise ConfigError(f"lora.targets: {e}") from None
     try:
-        return _train(peft, base, spec, data, out, seed, report)
+        trained_by_name = _trainable(peft, base)
+        loss = _loss(peft.base_model.model, base, spec, list(trained_by_name.values()))
+        batches = Batches(base, spec, rows, data.augment, seed)
+        if lora.packing:
+            _check_window(base)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        trained = train_loop(
+            loss,
+            trained_by_name,
+            lora,
+            batches,
+            Batches(base, spec, aside, None, seed) if aside else None,
+            out.parent,
+            seed=seed,
+            world=base.world,
+            report=report,
+        )
+        if base.world.rank == 0:
+            _save(peft, base, spec, data, out)
+        base.world.gather(None)
     finally:
-        peft.unload()  # the base is as it was, for the next adapter
-
-
-def _train(
-    peft: Any,
-    base: Base,
-    spec: AdapterConfig,
-    data: AdapterData,
-    out: Path,
-    seed: int,
-    report: Report,
-) -> dict[str, Any]:
-    lora = spec.lora
-    parameters = [p for p in peft.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=lora.lr, weight_decay=lora.weight_decay, betas=(0.9, 0.99)
-    )
-    batches = make_batches(base, spec, data, random.Random(seed))
-    peft.train()
-    losses: list[float] = []
-    for step in range(lora.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lora.lr * _schedule(step, lora.steps)
-        loss = answer_loss(peft.base_model.model, *next(batches))
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-        if not math.isfinite(losses[-1]):
-            raise TrainingError(f"step {step + 1}: loss is {losses[-1]}; lower lora.lr ({lora.lr})")
-        if (step + 1) % 10 == 0 or step + 1 == lora.steps:
-            recent = losses[-10:]
-            report({"step": step + 1, "steps": lora.steps, "loss": sum(recent) / len(recent)})
-    _save(peft, base, spec, data, out)
-    tail = losses[-max(1, lora.steps // 10) :]
+        if not base.sharded:
+            peft.unload()  # the base is as it was, for the next adapter
     return {
-        "train_loss": sum(tail) / len(tail),
-        "steps": lora.steps,
-        "epochs": round(lora.steps * lora.batch / len(data.train), 2),
+        "train_loss": trained.train_loss,
+        "steps": trained.steps,
+        "epochs": round(trained.steps / batches.per_epoch, 2),
+        **(
+            {"validation_loss": trained.best.loss, "best_step": trained.best.step}
+            if trained.best
+            else {}
+        ),
+        **({"resumed_from": trained.resumed_from} if trained.resumed_from else {}),
     }
 
 
-def _save(peft: PeftModel, base: Base, spec: AdapterConfig, data: AdapterData, out: Path) -> None:
+def _trainable(peft: Any, base: Base) -> dict[str, nn.Parameter]:
+    """The adapter's parameters by name, float32 whatever the base is, on this rank's device."""
+    found = {name: p for name, p in peft.named_parameters() if p.requires_grad}
+    for p in found.values():
+        p.data = p.data.to(base.device, torch.float32)
+    if base.dtype != torch.float32 and _saves_embedding(found):
+        embedding = peft.base_model.model.get_input_embeddings()
+        embedding.register_forward_hook(lambda module, args, output: output.to(base.dtype))
+    return found
+
+
+def _saves_embedding(found: dict[str, nn.Parameter]) -> bool:
+    """Whether an embedding is trained whole: its float32 rows go into a base of another dtype."""
+    return any("embed" in name and "modules_to_save" in name for name in found)
+
+
+def _loss(model: Any, base: Base, spec: AdapterConfig, parameters: list[nn.Parameter]) -> nn.Module:
+    """What is minimised; with a sharded base, its frozen part spread over the ranks.
+
+    The adapter's own parameters stay whole on every rank: they are small, and their gradients are
+    summed in one message.
+    """
+    loss = PairLoss(model, spec.temperature) if spec.kind == "embed" else AnswerLoss(model)
+    if base.sharded and base.world.size > 1:
+        mesh = init_device_mesh(base.device.type, (base.world.size,))
+        own = set(parameters)
+        for block in model.get_decoder().layers:
+            fully_shard(block, mesh=mesh, ignored_params=own)
+        fully_shard(loss, mesh=mesh, ignored_params=own)
+    elif base.sharded:
+        loss.to(base.device)
+    return loss
+
+
+def _check_window(base: Base) -> None:
+    # The mask of packed rows replaces the model's own, whose windows it does not know.
+    if base.window is not None and base.window < base.context:
+        raise ConfigError(
+            f"lora.packing: this base attends to windows of {base.window} tokens; rows of it cannot"
+            " be packed"
+        )
+
+
+def _save(peft: Any, base: Base, spec: AdapterConfig, data: AdapterData, out: Path) -> None:
     peft.peft_config["default"].base_model_name_or_path = base.name
     peft.save_pretrained(out, save_embedding_layers=False)
     (out / "README.md").unlink(missing_ok=True)  # PEFT's template of a model card
     about = {"template": spec.template, "kind": spec.kind, "choices": list(data.choices)}
     (out / "hybrid.json").write_text(json.dumps(about, ensure_ascii=False, indent=1))
-
-
-def _schedule(step: int, steps: int) -> float:
-    """Linear warm-up over 5 % of the steps, then a cosine to zero."""
-    warm = max(1, int(_WARMUP * steps))
-    if step < warm:
-        return (step + 1) / warm
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
-
-
-def make_batches(
-    base: Base, spec: AdapterConfig, data: AdapterData, rng: random.Random
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches: input_ids and labels, int64 [batch, tokens], padded on the right.
-
-    Labels are -100 but on the answer and the end-of-text token after it. Each epoch augments the
-    inputs anew and draws a new order.
-
-    Raises:
-        ConfigError: a row does not fit the base's context.
-    """
-    end = base.tokenizer.eos_token_id
-
-    def encode(text: str, **how: Any) -> list[int]:
-        ids: list[int] = base.tokenizer(text, **how)["input_ids"]
-        return ids
-
-    while True:
-        rows = []
-        for row in data.train:
-            text = data.augment(row.input, rng) if data.augment else row.input
-            prompt = encode(spec.template.replace("{input}", text))
-            answer = [*encode(row.outputs[0], add_special_tokens=False), end]
-            if len(prompt) + len(answer) > base.context:
-                raise ConfigError(
-                    f"a row has {len(prompt) + len(answer)} tokens, the base's context is"
-                    f" {base.context}: {row.input[:60]!r}"
-                )
-            rows.append((prompt, answer))
-        rng.shuffle(rows)
-        batches = []
-        size = spec.lora.batch
-        for start in range(0, len(rows), size * _BUCKET):
-            bucket = sorted(rows[start : start + size * _BUCKET], key=lambda r: len(r[0] + r[1]))
-            batches += [bucket[i : i + size] for i in range(0, len(bucket), size)]
-        rng.shuffle(batches)
-        for batch in batches:
-            yield _pad(batch, end, base.device)
-
-
-def _pad(
-    batch: list[tuple[list[int], list[int]]], end: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    width = max(len(p) + len(a) for p, a in batch)
-    ids = torch.full((len(batch), width), end)
-    labels = torch.full((len(batch), width), -100)
-    for i, (prompt, answer) in enumerate(batch):
-        ids[i, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        # The token at t predicts the one at t + 1: the answer is predicted from one before it.
-        labels[i, len(prompt) - 1 : len(prompt) + len(answer) - 1] = torch.tensor(answer)
-    return ids.to(device), labels.to(device)
-
-
-def answer_loss(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy (nats) over labelled positions; logits are made only there."""
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    wanted = labels >= 0
-    return F.cross_entropy(model.lm_head(hidden[wanted]), labels[wanted])
