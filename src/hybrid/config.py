@@ -33,10 +33,8 @@ from hybrid.sections_base import NAME, Name
 from hybrid.sections_training import (
     AdapterConfig,
     CheckpointConfig,
-    CompressionConfig,
     FaultConfig,
     LoraConfig,
-    ParallelConfig,
     Strategy,
     TrainingConfig,
 )
@@ -53,8 +51,6 @@ __all__ = [
     "ModelConfig",
     "TokenizerConfig",
     "DataConfig",
-    "ParallelConfig",
-    "CompressionConfig",
     "CheckpointConfig",
     "FaultConfig",
     "Strategy",

@@ -83,12 +83,9 @@ class Project:
             from hybrid.training.trainer import train_base
 
             manifest = train_base(
-                self.config,
-                self.registry,
-                fresh=fresh,
+                self.config, self.registry, fresh=fresh, on_progress=on_progress,
                 gate=lambda: gate(self, on_progress),
-                on_progress=on_progress,
-            )
+            )  # fmt: skip
         try:
             self.registry.release(self.alias)
         except NotFound:

@@ -8,40 +8,7 @@ from pydantic import Field, model_validator
 
 from hybrid.sections_base import Section
 
-Strategy = Literal["auto", "single", "ddp", "fsdp", "hsdp", "tp", "deepspeed"]
-
-
-class ParallelConfig(Section):
-    """How the chosen strategy spreads the model; what does not apply to it is refused."""
-
-    reshard: bool = True
-    """fsdp, hsdp, tp: drop gathered parameters after forward (ZeRO-3); off keeps them until
-    backward is done (ZeRO-2): faster, more memory."""
-    tensor: int = Field(1, ge=1)
-    """tp: ranks that share each matrix; the other dimension of the mesh is fsdp."""
-    shard: int | None = Field(None, ge=1)
-    """hsdp: ranks that share one copy; None is the workers of one node."""
-    offload: bool = False
-    """fsdp, hsdp, tp: parameters, gradients and optimiser state live in the host's memory."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute in backward: `full` keeps only each block's input, `selective` also the results
-    of the matrix products."""
-    compile: bool = False
-    """torch.compile each block."""
-    fused_optimizer: bool = True
-    """One kernel for the whole optimiser step."""
-
-
-class CompressionConfig(Section):
-    """What travels between ranks when gradients are reduced."""
-
-    kind: Literal["none", "bf16", "powersgd", "onebit"] = "none"
-    """`bf16` for ddp, fsdp and hsdp; `powersgd` (Vogels et al. 2019) and `onebit` (1-bit Adam's
-    sign compression with error feedback) for ddp."""
-    rank: int = Field(4, ge=1)
-    """powersgd: rank of the approximation."""
-    warm_start_steps: int = Field(10, ge=0)
-    """powersgd and onebit: first steps without compression."""
+Strategy = Literal["single", "ddp", "fsdp"]
 
 
 class CheckpointConfig(Section):
@@ -116,12 +83,7 @@ class TrainingConfig(Section):
     """Documents share a sequence; `isolate` hides them from one another (attention mask and
     positions begin anew at each)."""
     strategy: Strategy = "fsdp"
-    """How the model is spread over workers. `auto` tries the sensible ones, briefly and for real,
-    and records why it picked what it did."""
-    parallel: ParallelConfig = ParallelConfig()
-    """Details of the strategy."""
-    compression: CompressionConfig = CompressionConfig()
-    """Of gradients, between ranks."""
+    """How the model is spread over workers."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """`auto` is bfloat16 compute with float32 parameters and reduction where the GPU has it."""
     workers: (

@@ -98,7 +98,6 @@ def default_run_id(config: ProjectConfig, data_digest: str) -> str:
             "cpus_per_worker",
             "audit",
             "strategy",
-            "parallel",
             "checkpoint",
             "faults",
         },
