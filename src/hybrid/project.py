@@ -21,6 +21,7 @@ from hybrid.client import request
 from hybrid.cluster.local import LocalCluster, State
 from hybrid.config import AgentConfig, ProjectConfig
 from hybrid.errors import NotFound, Unavailable
+from hybrid.project_runs import Runs
 
 if TYPE_CHECKING:
     import httpx
@@ -93,6 +94,11 @@ class Project:
                 self.config.model.name, manifest.digest, {}, alias=self.config.serving.alias
             )
         return manifest
+
+    @property
+    def runs(self) -> Runs:
+        """Its training runs: preflight checks, reports."""
+        return Runs(self)
 
     def specialise(
         self,
