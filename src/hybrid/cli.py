@@ -34,6 +34,7 @@ app.add_typer(models_app, name="models")
 app.command("runs", epilog="Example: hybrid runs")(cli_runs.runs)
 app.command("report", epilog="Example: hybrid report legal-0123456789ab")(cli_runs.report)
 
+
 @app.command(epilog="Example: hybrid demo")
 def demo(
     config: Annotated[
@@ -54,7 +55,9 @@ def train(
     config: Config = DEFAULT,
     sets: Sets = None,
     fresh: Annotated[bool, typer.Option(help="Ignore earlier checkpoints and results.")] = False,
-    check: Annotated[bool, typer.Option(help="Make the preflight checks and nothing else.")] = False,
+    check: Annotated[
+        bool, typer.Option(help="Make the preflight checks and nothing else.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train and publish the base; a killed run goes on where it stopped."""
@@ -64,7 +67,6 @@ def train(
         return
     with Bars(err) as bars:
         manifest = p.train(fresh=fresh, on_progress=bars.training)
-    cli_runs.print_report(p, manifest.run_id)
     _print(
         manifest.model_dump(mode="json", exclude={"files"}),
         as_json,

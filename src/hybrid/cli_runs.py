@@ -47,12 +47,6 @@ def report(
         out.print(runs.text(data), markup=False, highlight=False, soft_wrap=True)
 
 
-def print_report(p: project.Project, run: str) -> None:
-    """The report of a run that has just ended, beside what the command itself answers."""
-    text = p.runs.text(p.runs.report(run))
-    err.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
 def preflight(p: project.Project, as_json: bool) -> None:
     """Make the checks, show them all, and exit with 1 if one of them fails."""
     with err.status("looking at the nodes"):

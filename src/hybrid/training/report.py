@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +28,12 @@ JSON_FILE, HTML_FILE = "report.json", "report.html"
 
 @contextmanager
 def launched(
-    folder: Path, *, began: float, workers: int, usd_per_hour: float | None
+    folder: Path,
+    *,
+    began: float,
+    workers: int,
+    usd_per_hour: float | None,
+    say: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> Iterator[None]:
     """The driver's part of the record: its launch, how the block within ended, and the report.
 
@@ -36,6 +41,7 @@ def launched(
         folder: runs/<run>.
         began: UNIX time at which the driver set out.
         workers: what is held until the workers say how many they are.
+        say: called with the report's text at the end, whatever the end was.
     """
     progress = Progress(folder)
     progress.write("launch", began=began, workers=workers, usd_per_hour=usd_per_hour)
@@ -46,12 +52,12 @@ def launched(
         said = e.message if isinstance(e, HybridError) else f"{type(e).__name__}: {e}"
         try:
             progress.write("ended", outcome="interrupted" if on_purpose else "failed", error=said)
-            write_report(folder)
+            say({"message": "\n".join(lines(write_report(folder), folder))})
         except OSError as unwritten:  # the run's own error matters more
             log.warning("no report in %s: %s", folder, unwritten)
         raise
     progress.write("ended", outcome="finished")
-    write_report(folder)
+    say({"message": "\n".join(lines(write_report(folder), folder))})
 
 
 def write_report(folder: Path) -> dict[str, Any]:

@@ -80,6 +80,7 @@ def train_base(
         began=began,
         workers=settings.fewest_workers,
         usd_per_hour=settings.usd_per_hour,
+        say=say,
     ):
         results = job.folder / "result.json"
         if not results.exists():
