@@ -54,7 +54,7 @@ class Project:
 
     def __init__(self, config: ProjectConfig) -> None:
         self.config = config
-        self.local = LocalCluster(config)
+        self.local, self.runs = LocalCluster(config), Runs(self)
 
     @property
     def registry(self) -> Registry:
@@ -94,11 +94,6 @@ class Project:
                 self.config.model.name, manifest.digest, {}, alias=self.config.serving.alias
             )
         return manifest
-
-    @property
-    def runs(self) -> Runs:
-        """Its training runs: preflight checks, reports."""
-        return Runs(self)
 
     def specialise(
         self,
@@ -191,8 +186,7 @@ class Project:
             on_step: called with what is being done.
 
         Raises:
-            NotFound: nothing is published. PortInUse, StoreUnavailable, PlacementError,
-            Unavailable: what could not start.
+            NotFound: nothing is published. Another HybridError: what could not start.
         """
         step = on_step or (lambda text: None)
         release = self._release()

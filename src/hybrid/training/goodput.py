@@ -18,14 +18,14 @@ Phase = Literal["step", "data", "checkpoint", "evaluation", "compile", "trials",
 
 CATEGORIES = {
     "productive": "productive steps",
-    "recomputed": "recomputed steps",
+    "recomputed": "recomputed or skipped steps",
     "data": "waiting for data",
     "checkpoint": "checkpoint stalls",
     "evaluation": "held-out evaluation",
     "startup": "start-up",
     "compile": "compilation",
     "trials": "strategy trials",
-    "idle": "idle after faults",
+    "idle": "idle after faults and moves",
     "export": "export and publication",
     "other": "other",
 }
@@ -159,7 +159,8 @@ class _Book:
         elif event == "ended":
             self._ended(record, now)
         else:
-            self._pass(now, spent, "export" if event == "finished" else "other")
+            rest = "export" if event == "finished" else "other"
+            self._pass(now, spent, rest, step_is="recomputed")  # a step that was left out
         if event == "finished" and self.account.attempts:
             self.account.attempts[-1].outcome = "finished"
 

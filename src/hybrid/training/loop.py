@@ -152,7 +152,6 @@ def _train(
         peak_flops=peak_flops,
         peak_source=peak.source,
         sheet_flops=world.sum(peak.sheet or 0.0),
-        compile=settings.parallel.compile,
         rejected_checkpoints=list(restored.rejected),
         workers=[{"rank": p.rank, "node": p.node, "pid": p.pid} for p in processes],
     )

@@ -33,6 +33,33 @@ ADVICE = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How ranks share the model.
+
+    Attributes:
+        strategy: `single`, `ddp`; `fsdp`, `hsdp`, `tp`, which shard.
+        shards: ranks that share one copy of parameters, gradients and optimiser state.
+        tensor: ranks that share each matrix.
+        reshard: gathered parameters are dropped after forward.
+        offload: what is sharded lies in the host's memory.
+        fused: the optimiser step is one kernel.
+    """
+
+    strategy: str
+    shards: int
+    tensor: int = 1
+    reshard: bool = True
+    offload: bool = False
+    fused: bool = True
+
+    @classmethod
+    def of(cls, settings: TrainingConfig, workers: int) -> Layout:
+        """What `settings` mean for so many workers."""
+        sharded = settings.strategy not in ("single", "ddp")
+        return cls(strategy=settings.strategy, shards=workers if sharded else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Bytes of one rank.
 
@@ -74,24 +101,22 @@ def estimate(
     *,
     workers: int,
     gpu: bool,
-    per_node: int | None = None,
+    layout: Layout | None = None,
 ) -> Estimate:
     """Estimate the peak of one rank in a usual step: tensors, without allocator and runtime.
 
     Args:
         architecture: makes the transformers configuration of the base (`model.architecture`).
-        settings: strategy `auto` is taken as fsdp.
         workers: ranks of the run.
         gpu: whether they compute on GPUs; decides what precision `auto` is.
-        per_node: ranks of a node, which is what hsdp shards within; all of them by default.
+        layout: by default what `settings` say.
     """
+    layout = layout or Layout.of(settings, workers)
     name = settings.precision
     if name == "auto":
         name = "bfloat16" if gpu else "float32"
     precision = Precision.of(name, torch.device("cpu"))
-    strategy = "fsdp" if settings.strategy == "auto" else settings.strategy
-    whole = strategy in ("single", "ddp")
-    tensor = settings.parallel.tensor if strategy == "tp" else 1
+    whole, tensor = layout.strategy in ("single", "ddp"), layout.tensor
     config = architecture()
     full = trace(config, settings, precision, whole)
     traced = full if tensor == 1 else trace(_share(config, tensor), settings, precision, whole)
@@ -101,17 +126,14 @@ def estimate(
         stored=precision.params.itemsize,
         compute=precision.compute.itemsize,
         accumulates=-(-settings.micro_batches * tensor // workers) > 1,
-        fused=settings.parallel.fused_optimizer,
+        fused=layout.fused,
     )
     if whole:
-        moments = step.whole(buckets=strategy == "ddp")
+        moments = step.whole(buckets=layout.strategy == "ddp")
     else:
-        shards = workers // tensor
-        if strategy == "hsdp":
-            shards = settings.parallel.shard or per_node or workers
-        moments = step.sharded(max(1, shards), keep=not settings.parallel.reshard)
+        moments = step.sharded(layout.shards, keep=not layout.reshard)
     host = 0
-    if settings.parallel.offload and not whole:
+    if layout.offload:
         host = sum(moments["update"][t] for t in ("parameters", "gradients", "optimiser"))
         for terms in moments.values():
             terms["parameters"] = terms["optimiser"] = 0

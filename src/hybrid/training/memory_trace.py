@@ -1,4 +1,4 @@
-"""What a forward and backward pass hold in memory, from running the real code on tensors of nothing.
+"""Memory of a forward and backward pass, from running the real code on tensors of nothing.
 
 The model's own code runs on fake tensors, which have shapes and no bytes, once with one block and
 once with two. Every tensor that comes to life is counted until it dies. Blocks are alike, so the
@@ -126,7 +126,7 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-class _Live(TorchDispatchMode):
+class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all storages that operators make, until they die.
 
     Args:
@@ -134,7 +134,7 @@ class _Live(TorchDispatchMode):
     """
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._known = [t.untyped_storage() for t in known]  # held, so that no id is used again
         self._seen = {id(storage) for storage in self._known}
         self._bytes = self._peak = 0

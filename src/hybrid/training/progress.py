@@ -23,15 +23,13 @@ class Progress:
     before it) and mostly `step` (optimiser steps done). `launch` and `ended` are the driver's.
 
     Args:
-        scalars: also take the figures of steps and evaluations.
+        scalars: also write the figures of steps and evaluations for TensorBoard.
     """
 
-    def __init__(
-        self, folder: Path, *, enabled: bool = True, scalars: Scalars | None = None
-    ) -> None:
+    def __init__(self, folder: Path, *, enabled: bool = True, scalars: bool = False) -> None:
         self.path = folder / FILE
         self._enabled = enabled
-        self._scalars = scalars
+        self._scalars = Scalars(folder / "tensorboard") if enabled and scalars else None
         self._stopwatch = Stopwatch()
         if enabled:
             folder.mkdir(parents=True, exist_ok=True)

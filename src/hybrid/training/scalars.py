@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
-
 FLUSH_S = 2
 """Seconds after which written scalars are on disk: what a killed run may lose of them."""
 TAGS = {
@@ -27,19 +25,24 @@ class Scalars:
     steps that are done again.
     """
 
-    def __init__(self, folder: Path, from_step: int) -> None:
-        self._writer = SummaryWriter(
-            str(folder),
-            purge_step=from_step + 1 if from_step else None,
-            max_queue=1000,  # the writer's thread may be slow without the loop waiting for it
-            flush_secs=FLUSH_S,
-            filename_suffix=f".{time.time_ns()}",  # attempts may begin in the same second
-        )
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
 
     def take(self, record: dict[str, Any]) -> None:
-        """Write what a `step` or `eval` record holds; `finished` closes the file."""
+        """Write what a `step` or `eval` record holds; `start` opens a file."""
         step, at = record.get("step"), record["time"]
-        if record["event"] == "step":
+        if record["event"] == "start":
+            from tensorboardX import SummaryWriter  # only where it is used: it is slow to import
+
+            self._writer = SummaryWriter(
+                str(self._folder),
+                purge_step=record["step"] + 1 if record["step"] else None,
+                max_queue=1000,  # the writer's thread may be slow without the loop waiting for it
+                flush_secs=FLUSH_S,
+                filename_suffix=f".{time.time_ns()}",  # attempts may begin in the same second
+            )
+        elif record["event"] == "step":
             for key, tag in TAGS.items():
                 if record.get(key) is not None:
                     self._writer.add_scalar(tag, record[key], step, walltime=at)

@@ -21,10 +21,12 @@ from hybrid.errors import NotFound
 from hybrid.pools import GPU
 from hybrid.registry import Manifest, Registry
 from hybrid.training.corpus import prepare_once
-from hybrid.training.data import ShardTask, prepare_data
+from hybrid.training.data import ShardTask, prepare_data, prepared
 from hybrid.training.loop import Job
+from hybrid.training.preflight_nodes import guard
 from hybrid.training.progress import Follower
 from hybrid.training.report import launched
+from hybrid.training.slots import PLACE_S
 from hybrid.training.storage import Storage
 from hybrid.training.workers import run_workers
 
@@ -64,6 +66,8 @@ def train_base(
         RegistryError: the base cannot be published.
     """
     say, began = on_progress or (lambda record: None), time.time()
+    if prepared(config) is None:  # making it may take long: what fails then had better fail now
+        guard(config, say, wait_s=PLACE_S)
     if prepare_once(config.data, config.run.dir / "data"):
         say({"message": f"made the data with {config.data.prepare}"})
     data = prepare_data(config, run_all=_in_ray_tasks)
@@ -85,6 +89,7 @@ def train_base(
         results = job.folder / "result.json"
         if not results.exists():
             avoid = gate()
+            guard(config, say, wait_s=PLACE_S, checkpoints=job.checkpoints, avoid=avoid)
             with Follower(job.folder, say):
                 metrics = run_workers(job, lambda text: say({"message": text}), avoid)
             results.write_text(json.dumps(metrics))
