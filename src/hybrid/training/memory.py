@@ -205,6 +205,10 @@ class _Step:
         gathered = self.root + (self.blocks if keep else min(2, self.blocks)) * self.block
         gathered *= self.compute
         unit = max(self.block, self.root)
+        # In flight: a block's gradients, their copy to be reduced and the one before it; where they
+        # are added up in another dtype, a third.
+        numbers = 2 + int(self.accumulates and self.compute != self.stored)
+        flight = self.block * (self.compute + numbers * self.stored)
         return {
             "loss": {
                 **held,
@@ -218,7 +222,7 @@ class _Step:
                 "gradients": whole or self.root * self.compute,
                 "gathered": gathered,
                 "activations": self.in_blocks,
-                "reduction": self.block * (self.compute + 2 * self.stored),  # one is on its way
+                "reduction": flight,
             },
             "end of backward": {
                 **held,

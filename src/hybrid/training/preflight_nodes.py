@@ -86,8 +86,8 @@ def preflight(
     settings = config.training
     slots = _check_slots(config, wait_s, avoid)
     data = prepared(config)
-    kept = str(settings.checkpoint.storage or config.run.dir / "checkpoints")
-    storages = tuple(dict.fromkeys((str(config.run.dir), kept)))
+    home, kept = str(config.run.dir), settings.checkpoint.storage
+    storages = (home, kept) if kept else (home,)
     asked = Asked(
         storages=storages,
         token=secrets.token_hex(8),
@@ -106,7 +106,7 @@ def preflight(
     ranks = min(most, settings.most_workers)
     of_model = (
         [
-            check_space(needs, settings, _free(kept), _held(checkpoints), kept),
+            check_space(needs, settings, _free(kept or home), _held(checkpoints), kept or home),
             check_memory(needs, nodes, ranks),
         ]
         if isinstance(needs, Estimate)

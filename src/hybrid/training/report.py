@@ -20,6 +20,7 @@ from typing import Any
 from hybrid.errors import HybridError, NotFound
 from hybrid.training.goodput import CATEGORIES, Account, account
 from hybrid.training.progress import Progress, read_progress
+from hybrid.training.report_charts import flops
 from hybrid.training.report_page import page
 
 log = logging.getLogger(__name__)
@@ -219,12 +220,6 @@ def duration(seconds: float) -> str:
     if minutes < 100:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def flops(value: float) -> str:
-    """FLOP/s with a unit."""
-    unit = next((u for size, u in ((1e15, "P"), (1e12, "T"), (1e9, "G")) if value >= size), "M")
-    return f"{value / {'P': 1e15, 'T': 1e12, 'G': 1e9, 'M': 1e6}[unit]:.3g} {unit}FLOP/s"
 
 
 def _state(records: Sequence[dict[str, Any]], spent: Account) -> str:

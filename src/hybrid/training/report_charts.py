@@ -129,9 +129,17 @@ def number(value: float) -> str:
     """A value in as few characters as tell it apart."""
     if value == 0:
         return "0"
-    if abs(value) >= 1e4:
+    if abs(value) >= 1e3:
         return f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
     return f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.2e}"
+
+
+def flops(value: float) -> str:
+    """FLOP/s with a unit."""
+    for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
+        if value >= limit:
+            return f"{value / limit:.3g} {unit}FLOP/s"
+    return f"{value / 1e6:.3g} MFLOP/s"
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> list[tuple[int, float]]:

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from hybrid.training.goodput import CATEGORIES
-from hybrid.training.report_charts import Line, Points, line_chart, number, stacked_bar
+from hybrid.training.report_charts import Line, Points, flops, line_chart, number, stacked_bar
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #59636e; --rule: #d9dee3; --page: #fff;
@@ -138,8 +138,7 @@ def _tiles(figures: dict[str, Any]) -> str:
         (
             "MFU",
             _percent(figures["mfu"]),
-            f"of {_value(figures['peak_flops'])} FLOP/s; {figures['peak_source']}"
-            + (f"; data sheet {number(figures['sheet_flops'])}" if figures["sheet_flops"] else ""),
+            _peaks(figures),
         ),
     ]
     if figures["cost_usd"] is not None:
@@ -150,6 +149,13 @@ def _tiles(figures: dict[str, Any]) -> str:
         for name, value, more in tiles
     )
     return f"<dl>{''.join(rows)}</dl>"
+
+
+def _peaks(figures: dict[str, Any]) -> str:
+    if not figures["peak_flops"]:
+        return "no step was made"
+    sheet = f"; data sheet {flops(figures['sheet_flops'])}" if figures["sheet_flops"] else ""
+    return f"of {flops(figures['peak_flops'])} {figures['peak_source']}{sheet}"
 
 
 def _goodput(figures: dict[str, Any]) -> str:
