@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -53,9 +54,9 @@ def test_nested_phases_count_for_the_innermost_and_laps_add_up() -> None:
         with watch.phase("data"):
             now[0] = 7.0
         now[0] = 15.0
-        with pytest.raises(ValueError, match="within"), watch.phase("checkpoint"):
+        with contextlib.suppress(ValueError), watch.phase("checkpoint"):
             now[0] = 31.0
-            raise ValueError("within")
+            raise ValueError("the phase ends all the same")
     now[0] = 63.0
     assert watch.lap() == {"other": 33.0, "step": 10.0, "data": 4.0, "checkpoint": 16.0}
     assert watch.lap() == {"other": 0.0}
