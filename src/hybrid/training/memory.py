@@ -14,7 +14,7 @@ import torch
 
 from hybrid.config import TrainingConfig
 from hybrid.training.memory_trace import Trace, trace
-from hybrid.training.parallel import Precision
+from hybrid.training.world import Precision
 
 STATES = 2
 """Numbers AdamW keeps for each parameter."""
@@ -54,8 +54,19 @@ class Layout:
     @classmethod
     def of(cls, settings: TrainingConfig, workers: int) -> Layout:
         """What `settings` mean for so many workers."""
-        sharded = settings.strategy not in ("single", "ddp")
-        return cls(strategy=settings.strategy, shards=workers if sharded else 1)
+        parallel, shards = settings.parallel, 1
+        if settings.strategy in ("fsdp", "tp"):
+            shards = workers
+        elif settings.strategy == "hsdp":  # by default those of a node, which are not known here
+            shards = parallel.shard or workers
+        return cls(
+            strategy=settings.strategy,
+            shards=shards,
+            tensor=parallel.tensor,
+            reshard=parallel.reshard,
+            offload=parallel.offload,
+            fused=parallel.fused_optimizer,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
