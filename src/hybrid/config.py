@@ -35,6 +35,7 @@ from hybrid.sections_training import (
     CheckpointConfig,
     FaultConfig,
     LoraConfig,
+    ParallelConfig,
     Strategy,
     TrainingConfig,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "DataConfig",
     "CheckpointConfig",
     "FaultConfig",
+    "ParallelConfig",
     "Strategy",
     "TrainingConfig",
     "LoraConfig",

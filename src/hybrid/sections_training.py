@@ -8,7 +8,28 @@ from pydantic import Field, model_validator
 
 from hybrid.sections_base import Section
 
-Strategy = Literal["single", "ddp", "fsdp"]
+Strategy = Literal["single", "ddp", "fsdp", "hsdp", "tp"]
+
+
+class ParallelConfig(Section):
+    """How the chosen strategy spreads the model; what does not apply to it is refused."""
+
+    reshard: bool = True
+    """fsdp, hsdp, tp: drop gathered parameters after forward (ZeRO-3); off keeps them until
+    backward is done (ZeRO-2): faster, more memory."""
+    tensor: int = Field(1, ge=1)
+    """tp: ranks that share each matrix; the other dimension of the mesh is fsdp."""
+    shard: int | None = Field(None, ge=1)
+    """hsdp: ranks that share one copy; None is the workers of one node."""
+    offload: bool = False
+    """fsdp, hsdp, tp: parameters, gradients and optimiser state live in the host's memory."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute in backward: `full` keeps only each block's input, `selective` also the results
+    of the matrix products."""
+    compile: bool = False
+    """torch.compile each block."""
+    fused_optimizer: bool = True
+    """One kernel for the whole optimiser step."""
 
 
 class CheckpointConfig(Section):
@@ -84,6 +105,8 @@ class TrainingConfig(Section):
     positions begin anew at each)."""
     strategy: Strategy = "fsdp"
     """How the model is spread over workers."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Details of the strategy."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """`auto` is bfloat16 compute with float32 parameters and reduction where the GPU has it."""
     workers: (

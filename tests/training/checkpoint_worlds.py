@@ -13,14 +13,17 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hybrid.config import CheckpointConfig
+from hybrid.config import CheckpointConfig, TrainingConfig
 from hybrid.errors import HybridError
 from hybrid.training import storage as storage_module
 from hybrid.training.checkpoint import Checkpoints
+from hybrid.training.loss import return_loss
 from hybrid.training.parallel import Precision, World, spread
 from hybrid.training.storage import Storage, check_storage
 
 VOCABULARY = 64
+PARALLEL: dict[str, dict[str, Any]] = {"tp": {"tensor": 2}, "hsdp": {"shard": 2}}
+"""What a strategy needs to be told on a few ranks of one machine."""
 
 
 class Numbers:
@@ -48,14 +51,19 @@ def model_and_optimizer(
             intermediate_size=3 * hidden,
             num_hidden_layers=2,
             num_attention_heads=2,
-            num_key_value_heads=1,
+            num_key_value_heads=2,
             tie_word_embeddings=True,
             use_cache=False,
         )
     )
     if strategy != "single":
         assert world is not None
-        made = spread(made, strategy, Precision.of("float32", world.device), world)  # type: ignore[arg-type]
+        settings = TrainingConfig.model_validate(
+            {"strategy": strategy, "parallel": PARALLEL.get(strategy, {})}
+        )
+        made = spread(made, settings, Precision.of("float32", world.device), world)
+    else:
+        return_loss(made)
     parameters = list(made.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
@@ -68,7 +76,7 @@ def step(made: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> floa
     """One optimiser step on rows that follow from its number, the same on every rank."""
     generator = torch.Generator().manual_seed(number)
     rows = torch.randint(VOCABULARY, (2, 12), generator=generator)
-    loss = made(input_ids=rows, labels=rows).loss
+    loss = made(input_ids=rows, labels=rows)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -117,7 +117,12 @@ def step_with_every_strategy(settings: Any) -> dict[str, Any]:
             num_attention_heads=2, num_key_value_heads=2,
         )  # fmt: skip
         precision = Precision.of("float32", world.device)
-        model = spread(LlamaForCausalLM(shape), strategy, precision, world)  # type: ignore[arg-type]
+        model = spread(
+            LlamaForCausalLM(shape),
+            settings.model_copy(update={"strategy": strategy}),
+            precision,
+            world,
+        )
         optimizer = make_optimizer(model, settings)
         with gradient_sync(model, on=True):
             model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.sum().backward()

@@ -53,7 +53,7 @@ def measured(made: ProjectConfig) -> float:
     batch = {"input_ids": rows[:, :-1].copy(), "labels": rows[:, 1:].copy()}
     model = AutoModelForCausalLM.from_config(shape(made))
     precision = Precision.of(settings.precision, world.device)
-    model = spread(model, settings.strategy, precision, world).train()
+    model = spread(model, settings, precision, world).train()
     optimizer = make_optimizer(model, settings)
 
     def step(number: int) -> None:

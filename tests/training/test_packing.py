@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybrid.config import TrainingConfig
 from hybrid.errors import ConfigError
 from hybrid.training.isolation import check_isolation
 from hybrid.training.packing import IGNORE, Batch, isolate
@@ -33,7 +34,9 @@ def tiny(family: str = "llama", **fields: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return spread(tiny(), "single", EXACT, World(rank=0, size=1, device=CPU))
+    return spread(
+        tiny(), TrainingConfig(strategy="single"), EXACT, World(rank=0, size=1, device=CPU)
+    )
 
 
 def packed(rows: list[list[int]], seed: int = 0) -> Batch:

@@ -92,7 +92,7 @@ def train(
 
     A run that hangs raises nothing: its processes end, see `watchdog`.
     """
-    world, position = World.current(), Position()
+    world, position = World.current(job.config.training.parallel.tensor), Position()
     hang_s = job.config.training.faults.hang_s
     with Watchdog(job.folder, world, position, hang_s, node=place) as watchdog:
         return _train(job, report, notice, world, position, watchdog.processes)
@@ -119,7 +119,7 @@ def _train(
     parameters = sum(p.numel() for p in model.parameters())
     flops = flops_per_token(model, settings.sequence_length)
     own_time = OwnTime(model, world.device)
-    model = spread(model, settings.strategy, precision, world)
+    model = spread(model, settings, precision, world)
     if settings.packing == "isolate":
         check_isolation(model, len(tokenizer), world.device)
     optimizer = make_optimizer(model, settings)

@@ -14,20 +14,19 @@ import torch
 
 from hybrid.config import TrainingConfig
 from hybrid.training.memory_trace import Trace, trace
-from hybrid.training.parallel import Precision
+from hybrid.training.world import Precision
 
 STATES = 2
 """Numbers AdamW keeps for each parameter."""
 ADVICE = {
-    "parameters": "shard them over more workers (strategy fsdp), or parallel.offload",
+    "parameters": "shard them over more workers (strategy fsdp)",
     "gradients": "shard them: strategy fsdp; with fsdp they are whole while micro-batches"
     " accumulate: more workers or fewer micro_batches",
-    "optimiser": "shard it over more workers (strategy fsdp), or parallel.offload",
-    "gathered": "parallel.reshard: true, or strategy tp",
-    "activations": "parallel.activation_checkpointing: full, or a smaller micro_batch or"
-    " sequence_length",
+    "optimiser": "shard it over more workers (strategy fsdp)",
+    "gathered": "a model of smaller blocks",
+    "activations": "a smaller micro_batch or sequence_length",
     "logits and loss": "a smaller micro_batch or sequence_length, or a smaller vocabulary",
-    "reduction": "strategy tp, or a model of smaller blocks",
+    "reduction": "a model of smaller blocks",
 }
 """The terms, and what to change when one dominates and the model does not fit."""
 
@@ -55,8 +54,19 @@ class Layout:
     @classmethod
     def of(cls, settings: TrainingConfig, workers: int) -> Layout:
         """What `settings` mean for so many workers."""
-        sharded = settings.strategy not in ("single", "ddp")
-        return cls(strategy=settings.strategy, shards=workers if sharded else 1)
+        parallel, shards = settings.parallel, 1
+        if settings.strategy in ("fsdp", "tp"):
+            shards = workers
+        elif settings.strategy == "hsdp":  # by default those of a node, which are not known here
+            shards = parallel.shard or workers
+        return cls(
+            strategy=settings.strategy,
+            shards=shards,
+            tensor=parallel.tensor,
+            reshard=parallel.reshard,
+            offload=parallel.offload,
+            fused=parallel.fused_optimizer,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from hybrid.config import TrainingConfig
-from hybrid.training.parallel import Precision
+from hybrid.training.blocks import wrap_blocks
+from hybrid.training.loss import return_loss
 from hybrid.training.step import _loss_sum
+from hybrid.training.world import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,9 @@ def _pass(
         dtype = precision.params if mixed else precision.compute
         model: Any = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
         model.train()
+        return_loss(model)
+        recompute = settings.parallel.model_copy(update={"compile": False})
+        wrap_blocks(model, recompute, torch.device("cpu"))
         if mixed and precision.compute != precision.params:
             model.forward = torch.autocast("cpu", dtype=precision.compute)(model.forward)
         parameters = list(model.parameters())

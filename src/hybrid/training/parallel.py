@@ -1,130 +1,94 @@
-"""How a model is spread over workers: process group, device, FSDP2, DDP or single, precision."""
+"""How a model is spread over workers: DDP, FSDP2, HSDP, tensor parallel by FSDP, or one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-from hybrid.config import Strategy
+from hybrid.config import TrainingConfig
 from hybrid.errors import ConfigError
+from hybrid.training.blocks import wrap_blocks
+from hybrid.training.loss import return_loss
+from hybrid.training.norms import set_norms
+from hybrid.training.rules import SHARDED, check_strategy, shard_size
+from hybrid.training.tensor import share_matrices
+from hybrid.training.world import Precision, World, backend
+
+__all__ = ["Precision", "World", "backend", "gradient_sync", "spread"]
+
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """This process among the workers of one run: its rank, their number, its device."""
+def spread(
+    model: nn.Module, settings: TrainingConfig, precision: Precision, world: World
+) -> nn.Module:
+    """Move `model` to this rank's device and spread it, as `settings.strategy` and `.parallel` say.
 
-    rank: int
-    size: int
-    device: torch.device
+    - `ddp` keeps a copy on each rank and reduces gradients in buckets behind the backward pass (Li
+      et al. 2020).
+    - `fsdp` shards parameters, gradients and optimiser state (ZeRO stage 3, Rajbhandari et al.
+      2020; Zhao et al. 2023) through FSDP2, one unit a transformer block and one for the rest.
+    - `hsdp` does so within a node and keeps a copy on each.
+    - `tp` shares each matrix among neighbouring ranks (Shoeybi et al. 2019); the other dimension
+      of the mesh is fsdp.
 
-    @classmethod
-    def current(cls) -> World:
-        """The initialised process group, or one process alone; the current GPU if there is one."""
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        if dist.is_initialized():
-            return cls(rank=dist.get_rank(), size=dist.get_world_size(), device=device)
-        return cls(rank=0, size=1, device=device)
+    The next block's parameters are gathered while one computes. Matrix products run in
+    `precision.compute`; reduction and the optimiser in `precision.params`.
 
-    def sum(self, value: float) -> float:
-        """The sum of one float64 number over all ranks."""
-        if self.size == 1:
-            return value
-        total = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(total)
-        return float(total)
-
-    def sum_each(self, values: Sequence[float]) -> list[float]:
-        """Float64 numbers, as many on every rank, each summed over all ranks."""
-        totals = torch.tensor(values, dtype=torch.float64)
-        if self.size > 1:
-            dist.all_reduce(totals)
-        return [float(total) for total in totals]
-
-    def agree(self, value: bool) -> bool:
-        """What rank 0 says: clocks differ, and what ranks do together must not hang on them."""
-        if self.size == 1:
-            return value
-        said = torch.tensor(int(value))
-        dist.broadcast(said, 0)
-        return bool(said)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's picklable `value`, in order of rank, on every rank. Also a barrier."""
-        values = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(values, value)
-        return values
-
-
-def backend(gpu: bool) -> str:
-    """The process group's backend: numbers and objects travel over gloo, gradients over NCCL."""
-    return "cpu:gloo,cuda:nccl" if gpu else "gloo"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """dtype of the parameters, gradients and optimiser state, and dtype of the matmuls."""
-
-    params: torch.dtype
-    compute: torch.dtype
-
-    @classmethod
-    def of(cls, name: str, device: torch.device) -> Precision:
-        """Resolve `training.precision`: `auto` is bfloat16 compute on a GPU that has it."""
-        if name == "float64":
-            return cls(params=torch.float64, compute=torch.float64)
-        if name == "auto":
-            gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-            name = "bfloat16" if gpu else "float32"
-        compute = torch.bfloat16 if name == "bfloat16" else torch.float32
-        return cls(params=torch.float32, compute=compute)
-
-
-def spread(model: nn.Module, strategy: Strategy, precision: Precision, world: World) -> nn.Module:
-    """Move `model` to this rank's device and spread it.
-
-    `fsdp` shards parameters, gradients and optimiser state (ZeRO stage 3, Rajbhandari et al. 2020)
-    through FSDP2, one unit a transformer block and one for the rest; reduction is in the
-    parameters' dtype. `ddp` keeps a copy on each rank.
+    Returns:
+        What `train_step` takes: called with input_ids and labels it gives the loss summed over
+        labels (see `loss.return_loss`). Its state dict has the model's own names.
 
     Raises:
-        ConfigError: `single` with several workers, or a spread strategy without a process group.
+        ConfigError: settings that make no sense together, for this model or on these workers.
     """
-    if strategy == "single" and world.size > 1:
-        raise ConfigError(
-            f"training.strategy 'single' is for one worker; training.workers is {world.size}"
-        )
+    strategy, nodes = settings.strategy, world.gather(world.node)
+    check_strategy(settings, model.config, nodes)
     if strategy != "single" and not dist.is_initialized():
-        raise ConfigError(f"training.strategy {strategy!r} needs a process group: use 'single'")
-    model = model.to(device=world.device, dtype=precision.params)
-    if precision.params == torch.float64:
-        _exact_norms(model)
-    mixed = precision.compute != precision.params
-    if strategy == "fsdp":
-        mesh = init_device_mesh(world.device.type, (world.size,))
-        policy = MixedPrecisionPolicy(
-            param_dtype=precision.compute if mixed else None,
-            reduce_dtype=precision.params if mixed else None,
+        raise ConfigError(
+            f"training.strategy: {strategy!r} needs a process group: use 'single'",
+            param="training.strategy",
         )
-        for block in model.get_decoder().layers:  # type: ignore[operator]
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+    if strategy not in SHARDED:
+        model = model.to(device=world.device)  # those move it block by block
+    model = model.to(dtype=precision.params)
+    return_loss(model)
+    exact = precision.params == torch.float64
+    if strategy == "tp":
+        mesh = init_device_mesh(
+            world.device.type, (world.data_size, world.tensor), mesh_dim_names=("shard", "tensor")
+        )
+        share_matrices(model, mesh["tensor"])
+        set_norms(model, exact=exact, mesh=mesh["tensor"])
+        mesh = mesh["shard"]
+    elif strategy == "hsdp":
+        mesh = _mesh_of_nodes(world, nodes, shard_size(settings, nodes))
+    elif strategy == "fsdp":
+        mesh = init_device_mesh(world.device.type, (world.size,))
+    if strategy != "tp":
+        set_norms(model, exact=exact)
+    wrap_blocks(model, settings.parallel, world.device)
+    if strategy in SHARDED:
+        _shard(model, settings, precision, mesh)
         return model
-    if mixed:
-        autocast = torch.autocast(world.device.type, dtype=precision.compute)
-        model.forward = autocast(model.forward)
+    if precision.mixed:
+        model.forward = torch.autocast(world.device.type, dtype=precision.compute)(model.forward)
     if strategy == "ddp":
         return DistributedDataParallel(
             model,
@@ -134,20 +98,45 @@ def spread(model: nn.Module, strategy: Strategy, precision: Precision, world: Wo
     return model
 
 
-def _exact_norms(model: nn.Module) -> None:
-    """Have RMS norms computed in float64.
+def _shard(
+    model: nn.Module, settings: TrainingConfig, precision: Precision, mesh: DeviceMesh
+) -> None:
+    """FSDP2 over `mesh`, and what is gathered ahead of use."""
+    parallel = settings.parallel
+    if parallel.offload and mesh.device_type == "cpu":
+        log.warning(
+            "training.parallel.offload: there is no GPU; all is in the host's memory anyway"
+        )
+    kind: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=precision.compute if precision.mixed else None,
+            reduce_dtype=precision.params if precision.mixed else None,
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        if parallel.offload
+        else OffloadPolicy(),
+    }
+    blocks = list(model.get_decoder().layers)  # type: ignore[operator]
+    for block in blocks:
+        fully_shard(block, reshard_after_forward=parallel.reshard, **kind)
+    root: Any = fully_shard(model, reshard_after_forward=False, **kind)
+    units: list[Any] = [root, *blocks]
+    for unit, following in itertools.pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
+    if parallel.reshard:  # else they are still there
+        for unit, previous in zip(units[:1] + units[:1:-1], units[:0:-1], strict=False):
+            unit.set_modules_to_backward_prefetch([previous])
 
-    transformers' round to float32 in between, whatever the dtype: then a sum taken in another
-    order, as another world size takes it, is not 1e-16 but 1e-8 off after a few steps.
-    """
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            norm: Any = module
-            norm.forward = partial(_rms_norm, norm)
 
-
-def _rms_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+def _mesh_of_nodes(world: World, nodes: list[str], shard: int) -> DeviceMesh:
+    """Copies by ranks of a copy: the ranks of a copy are neighbours on their nodes."""
+    order = sorted(range(world.size), key=lambda rank: (nodes[rank], rank))
+    return DeviceMesh(
+        world.device.type,
+        torch.tensor(order).view(world.size // shard, shard),
+        mesh_dim_names=("replicate", "shard"),
+    )
 
 
 @contextmanager
@@ -163,4 +152,5 @@ def gradient_sync(model: nn.Module, on: bool) -> Iterator[None]:
         return
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
+        model.set_is_last_backward(on)
     yield

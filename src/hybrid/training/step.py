@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hybrid.training.data import IGNORE, Batch
-from hybrid.training.parallel import World, gradient_sync
+from hybrid.training.optimizer import clip_gradients
+from hybrid.training.parallel import gradient_sync
 from hybrid.training.position import Position
 from hybrid.training.stragglers import OwnTime
+from hybrid.training.world import World
 
 BatchAt = Callable[[int], Batch]
 """Micro-batch by its index within the step (or within the held-out corpus)."""
@@ -85,7 +85,7 @@ def train_step(
     with own_time.data():
         batches = [(index, batch) for index, batch in _dealt(batch_at, micro_batches, world)]
     position.at("token count")
-    tokens = world.sum(float(sum(_real_tokens(batch) for _, batch in batches)))
+    tokens = world.sum_data(float(sum(_real_tokens(batch) for _, batch in batches)))
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     done = []
     for n, (index, batch) in enumerate(batches):
@@ -94,18 +94,17 @@ def train_step(
         with gradient_sync(model, on=n == len(batches) - 1):
             with own_time.forward(on=n == 0):
                 loss_sum = _loss_sum(model, batch, world.device)
-            # DDP and FSDP average gradients over ranks; times the world size that is their sum.
-            (loss_sum * (world.size / tokens)).backward()  # type: ignore[no-untyped-call]
+            # DDP and FSDP average gradients over data groups; times their number that is the sum.
+            (loss_sum * (world.data_size / tokens)).backward()  # type: ignore[no-untyped-call]
         loss += loss_sum.detach()
         done.append(
             MicroBatch(index=index, batch=batch, loss=loss_sum.detach(), tokens=_real_tokens(batch))
         )
     position.at("gradient norm")
-    local = nn.utils.clip_grad_norm_(model.parameters(), clip)
-    whole = float(local.full_tensor() if isinstance(local, DTensor) else local)
-    mine = [float(loss), whole if world.rank == 0 else 0.0, *([0.0] * world.size)]
-    mine[2 + world.rank] = own_time.seconds()
-    total, norm, *own_s = world.sum_each(mine)
+    norm = float(clip_gradients(model, clip))
+    mine = [float(loss) if world.counts else 0.0, *([0.0] * world.size)]
+    mine[1 + world.rank] = own_time.seconds()
+    total, *own_s = world.sum_each(mine)
     position.at("update")
     applied = accept(total / tokens, norm)
     if applied:
@@ -133,7 +132,7 @@ def evaluate(model: nn.Module, batch_at: BatchAt, micro_batches: int, world: Wor
         loss += float(_loss_sum(model, batch, world.device))
         tokens += _real_tokens(batch)
     model.train()
-    return world.sum(loss) / world.sum(tokens)
+    return world.sum_data(loss) / world.sum_data(tokens)
 
 
 def micro_batch_seed(seed: int, step: int, index: int) -> int:
@@ -143,13 +142,13 @@ def micro_batch_seed(seed: int, step: int, index: int) -> int:
 
 
 def _dealt(batch_at: BatchAt, count: int, world: World) -> Iterable[tuple[int, Batch]]:
-    """This rank's micro-batches of `count`: every world-size-th one.
+    """This rank's micro-batches of `count`: every `data_size`-th one.
 
     All ranks get equally many, since forward and backward are collective: where `count` does not
     divide, the rest get micro-batch 0 again at zero weight (no position has a label).
     """
-    for first in range(0, count, world.size):
-        index = first + world.rank
+    for first in range(0, count, world.data_size):
+        index = first + world.data_rank
         if index < count:
             yield index, batch_at(index)
         else:
@@ -164,11 +163,8 @@ def _loss_sum(model: nn.Module, batch: Batch, device: torch.device) -> torch.Ten
     more = {}
     if "position_ids" in batch:  # documents are isolated
         more["position_ids"] = torch.from_numpy(batch["position_ids"]).to(device, non_blocking=True)
-    logits = model(input_ids=inputs, use_cache=False, **more).logits
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(
-        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    loss: torch.Tensor = model(input_ids=inputs, labels=labels, use_cache=False, **more)
+    return loss
 
 
 def _real_tokens(batch: Batch) -> int:

@@ -33,8 +33,8 @@ from hybrid.training.workers import run_workers
 log = logging.getLogger(__name__)
 OnProgress = Callable[[dict[str, Any]], None]
 _NOT_LEARNT = {
-    "workers", "resize_s", "cpus_per_worker", "strategy", "checkpoint", "faults", "audit",
-    "preflight", "usd_per_hour",
+    "workers", "resize_s", "cpus_per_worker", "strategy", "parallel", "checkpoint", "faults",
+    "audit", "preflight", "usd_per_hour",
 }  # fmt: skip
 
 
