@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hybrid._ray_compat import draining_nodes
 from hybrid.audit.conduct import Conductor, NodeResult, OnProgress
 from hybrid.audit.level import Level
+from hybrid.audit.proof import NO_TRUST, Trust
 from hybrid.audit.run import Machine, Plan
 from hybrid.errors import PlacementError
 from hybrid.pools import LABEL
@@ -81,6 +82,7 @@ def audit_cluster(
     *,
     pool: PoolName = "gpu",
     devices: tuple[str, ...] | None = None,
+    trust: Trust = NO_TRUST,
     on_progress: OnProgress | None = None,
 ) -> list[NodeResult]:
     """Audit every node of a pool at once. Ray must be initialised.
@@ -91,6 +93,7 @@ def audit_cluster(
         level: the budgets.
         pool: which nodes.
         devices: specs on every node; None: each node's GPUs, else its CPU.
+        trust: with what the seller's own proof is checked.
         on_progress: see `audit_here`.
 
     Raises:
@@ -105,7 +108,7 @@ def audit_cluster(
             name = f"{name}-{node['NodeID'][:8]}"
         plan = Plan(level=level, devices=devices, **_claims(node["Resources"]))
         members.append(RayMember(node, name, plan))
-    return Conductor(members, level, on_progress=on_progress).run()
+    return Conductor(members, level, trust=trust, on_progress=on_progress).run()
 
 
 def _claims(resources: dict[str, float]) -> dict[str, Any]:

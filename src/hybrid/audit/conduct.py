@@ -20,14 +20,13 @@ from typing import Any, Protocol
 
 from hybrid.audit.level import Level
 from hybrid.audit.process import ProbeFailed
-from hybrid.audit.proof import Trust
+from hybrid.audit.proof import NO_TRUST, Trust
 from hybrid.audit.reading import Finding, Reading
 from hybrid.audit.wire import reading_from_json
 from hybrid.audit.worker import DEVICE_PROBES, HOST_PROBES
 
 GRACE_S = 10.0
 START_S = 90.0
-NO_TRUST = Trust()
 OnProgress = Callable[[dict[str, Any]], None]
 
 

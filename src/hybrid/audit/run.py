@@ -17,6 +17,7 @@ from hybrid.audit import host
 from hybrid.audit.conduct import Conductor, NodeResult
 from hybrid.audit.level import Level
 from hybrid.audit.process import ProbeFailed, ProbeProcess
+from hybrid.audit.proof import NO_TRUST, Trust
 
 _START_S = 60.0  # torch may be read from a cold disk
 
@@ -181,6 +182,7 @@ def audit_here(
     level: Level,
     *,
     devices: tuple[str, ...] | None = None,
+    trust: Trust = NO_TRUST,
     on_progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[NodeResult]:
     """Audit this machine alone, without Ray.
@@ -188,10 +190,11 @@ def audit_here(
     Args:
         level: the budgets.
         devices: specs; None: every GPU, else the CPU.
+        trust: with what the seller's own proof is checked.
         on_progress: called with {"node", "device", "probe", "outcome"} after each step.
     """
     member = LocalMember(Plan(level=level, devices=devices))
-    return Conductor([member], level, on_progress=on_progress).run()
+    return Conductor([member], level, trust=trust, on_progress=on_progress).run()
 
 
 __all__ = ["LocalMember", "Machine", "Plan", "ProbeFailed", "audit_here", "interface_of"]
