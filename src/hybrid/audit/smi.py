@@ -34,7 +34,7 @@ def _text(value: str) -> Scalar:
 
 
 def _number(value: str) -> Scalar:
-    found = re.match(r"(-?\d{1,15}(?:\.\d{1,6})?)(?![\d.])", value.strip())
+    found = re.match(r"(-?[0-9]{1,15}(?:\.[0-9]{1,6})?)(?![\d.])", value.strip())
     if found is None:
         return None
     return float(found[1]) if "." in found[1] else int(found[1])
