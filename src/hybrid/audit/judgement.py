@@ -70,9 +70,11 @@ def _of_outcome(r: Reading) -> Finding | None:
         return None
     severity, what = _OUTCOMES[r.value]
     error = str(r.detail.get("error", ""))
-    if r.value == "failed" and ("CUDA error" in error or "NCCL" in error):
-        severity = "unfit"
     step = r.name.split(".")[1]
+    if r.value == "failed" and "CUDA error" in error:
+        severity = "unfit"
+    elif r.value == "failed" and step == "collectives":
+        severity = "degraded"  # it may only have waited for another, who is found by name
     where = r.detail.get("device", "the node")
     return _finding(
         f"probe-{r.value}", "health", severity, f"{step} on {where} {what}: {error}", [r]
