@@ -79,7 +79,7 @@ def test_a_node_without_torch_is_audited_by_what_needs_none(tmp_path: Path) -> N
     path = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
     plan = Plan(level=TINY, cores=1, memory_bytes=1 << 20, environment={"PYTHONPATH": path})
     (node,) = Conductor([LocalMember(plan, "agent")], TINY).run()
-    assert node.devices == [] and node.findings == []
+    assert node.devices == [] and {f.kind for f in node.findings} <= {"busy"}
     values = {r.name: r.value for r in node.readings}
     assert values["cpu.cores_claimed"] == 1
     assert values["cpu.memory_errors"] == 0

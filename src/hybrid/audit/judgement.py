@@ -17,6 +17,8 @@ CORES_SHORT = 0.85
 """Share of the claimed cores below which they are missing."""
 MEMORY_SHORT = 0.90
 """Share of the claimed host memory: the kernel keeps a few per cent for itself."""
+BUSY = 0.75
+"""Share of the cores that busy threads must get, or other work is noted."""
 STOLEN = 0.10
 """Share of the time that a hypervisor may give to others before the node is degraded."""
 SHARED_CARD = 1.7
@@ -126,6 +128,17 @@ def _of_host(result: NodeResult) -> list[Finding]:
                     f"{label}-missing", "identity", "contradicted",
                     f"{paid:g}{unit} of {label} are claimed, {got:g} are there", [there, claimed],
                     Expectation(low=share * paid, source="claim"),
+                )
+            )  # fmt: skip
+    there, got_now = (by_name.get(f"cpu.cores_{n}") for n in ("measured", "obtained"))
+    if there is not None and got_now is not None and there.value and got_now.value is not None:
+        share = float(got_now.value) / float(there.value)
+        if share < BUSY:
+            found.append(
+                _finding(
+                    "busy", "health", "note",
+                    f"other work took {100 * (1 - share):.0f} % of its cores meanwhile: figures are"
+                    " of what was left", [got_now, there],
                 )
             )  # fmt: skip
     steal = by_name.get("cpu.steal_fraction")
