@@ -125,7 +125,7 @@ def audit(
         on_progress: called with {"node", "device", "probe", "outcome"} after each step.
 
     Raises:
-        PlacementError: the pool has no node. MissingExtra: the driver has no torch.
+        PlacementError: the pool has no node.
     """
     folder = (project.config.run.dir if project else Path(".hybrid")) / FOLDER
     chosen = LEVELS[level]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,20 +31,27 @@ pytestmark = [
 ]
 
 
+def halve(pid: int, core: int) -> None:
+    """Bind every thread of a process, and of all beneath it, to one core."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        # Threads and children may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.sched_setaffinity(int(task.name), {core})
+            for child in (task / "children").read_text().split():
+                halve(int(child), core)
+
+
 @pytest.fixture(scope="module")
 def slowed(ray_cluster: Any) -> Iterator[str]:
     """Ray's id of another gpu node, all processes of which share one core."""
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(allowed)})  # of this thread, and of what it starts
-    try:
-        node = ray_cluster.cluster.add_node(
-            num_cpus=4,
-            resources=GPU.resources(4),
-            labels=GPU.labels(),
-            object_store_memory=OBJECT_STORE,
-        )
-    finally:
-        os.sched_setaffinity(0, allowed)
+    node = ray_cluster.cluster.add_node(
+        num_cpus=4,
+        resources=GPU.resources(4),
+        labels=GPU.labels(),
+        object_store_memory=OBJECT_STORE,
+    )
+    (raylet,) = node.all_processes["raylet"]
+    halve(raylet.process.pid, min(os.sched_getaffinity(0)))
     yield node.node_id
     ray_cluster.cluster.remove_node(node)
 

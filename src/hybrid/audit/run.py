@@ -115,9 +115,12 @@ class Machine:
 
     def meeting_point(self, address: str) -> str:
         """Where the ranks of a process group meet: a free port of this node."""
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return f"tcp://{address}:{probe.getsockname()[1]}"
+        try:
+            with socket.socket() as probe:
+                probe.bind((address, 0))
+                return f"tcp://{address}:{probe.getsockname()[1]}"
+        except OSError as e:
+            raise ProbeFailed("failed", f"no port to meet at on {address}: {e}") from None
 
     def sweep(self, device: str, ring: dict[str, Any], address: str) -> dict[str, Any]:
         """This rank's part of the collectives."""

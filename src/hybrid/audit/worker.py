@@ -21,7 +21,9 @@ from hybrid.audit.reading import Reading
 from hybrid.audit.wire import reading_to_json
 
 HOST_PROBES = ("claims", "cores", "bandwidth", "host_memory", "disk")
-DEVICE_PROBES = ("silicon", "cache", "memory", "matmul", "copies", "peers", "load")
+DEVICE_PROBES = ("silicon", "cache", "memory", "matmul", "load")
+LINK_PROBES = ("copies", "peers")
+"""One device of a node after the other: they share the host's memory, switches and one another."""
 Reply = tuple[Any, bytes]
 
 
