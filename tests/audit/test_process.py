@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import signal
+import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +18,16 @@ import pytest
 
 from hybrid.audit.process import ProbeFailed, ProbeProcess
 from hybrid.audit.worker import HOST_PROBES
+
+
+def kill_once_asked(process: subprocess.Popen[bytes]) -> None:
+    """Kill a stopped process as soon as a command waits in its pipe."""
+    assert process.stdin is not None
+    waiting, deadline = bytearray(4), time.monotonic() + 30
+    while not any(waiting) and time.monotonic() < deadline:
+        fcntl.ioctl(process.stdin, termios.FIONREAD, waiting)
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -60,7 +75,8 @@ def test_what_a_probe_raises_comes_back_and_the_process_lives() -> None:
         with pytest.raises(ProbeFailed, match="AttributeError"):
             process.call({"do": "nonsense"}, 30)
         assert process._process.pid == pid
-        os.kill(pid, 9)
+        os.kill(pid, signal.SIGSTOP)  # so that it is killed under a command, not between two
+        threading.Thread(target=kill_once_asked, args=(process._process,)).start()
         with pytest.raises(ProbeFailed, match="ended") as e:
             process.call({"do": "open"}, 30)
         assert e.value.outcome == "died"

@@ -5,10 +5,12 @@ One cluster for the module; the tests are steps of one story and run in order.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -56,7 +58,19 @@ class Story:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def another_runtime() -> Iterator[None]:
+    """HAProxy's fixed ports (metrics, statistics) are taken, as beside a second runtime."""
+    with contextlib.ExitStack() as held:
+        for port in (9101, 8404):
+            taken = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):  # by a real one, then
+                taken.bind(("0.0.0.0", port))
+                taken.listen()
+        yield
+
+
+@pytest.fixture(scope="module")
+def story(another_runtime: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     folder = tmp_path_factory.mktemp("debug")
     for name in ("hybrid.yaml", "prepare.py"):
         shutil.copy(ROOT / "examples/debug" / name, folder)

@@ -15,7 +15,7 @@ from hybrid.errors import ConfigError, DataError
 from hybrid.testing_models import tiny_base
 from hybrid.training import evaluate, rows
 from hybrid.training.adapter_batches import Batches
-from hybrid.training.adapter_loss import answer_loss
+from hybrid.training.adapter_loss import AnswerLoss
 from hybrid.training.lora import Base, train_adapter
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -76,7 +76,7 @@ def test_a_trained_adapter_is_served_as_peft_computes_it(base: Path, folder: Pat
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out).eval()
     [batch] = Batches(made, config, data.train, None, 0).at(0)
     with torch.inference_mode():
-        assert float(answer_loss(model.base_model.model, batch)) < 0.5
+        assert float(AnswerLoss(model.base_model.model)(batch) / batch.count) < 0.5
 
     saved = json.loads((out / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == "b@1"

@@ -221,6 +221,10 @@ def supervise(spec: dict[str, Any]) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
     os.environ.pop("RAY_ADDRESS", None)
+    # Serve's HAProxy has fixed ports for its metrics and its statistics: with them a second
+    # runtime on this machine would not serve.
+    for name in ("METRICS", "STATS"):
+        os.environ[f"RAY_SERVE_HAPROXY_{name}_PORT"] = str(free_port())
     # Unix socket paths are at most 107 bytes, so Ray's session cannot live below the project.
     temp = Path(tempfile.mkdtemp(prefix="hybrid-"))
     os.environ["RAY_TMPDIR"] = str(temp)  # ours alone: /tmp/ray may belong to another cluster

@@ -52,55 +52,31 @@ class _Decoding:
 
 
 class _Fused:
-    """The same in one kernel, with no masks and nothing gathered."""
+    """Requests of one size in one kernel, with no masks and nothing gathered: all of them decode
+    one token, or all run a piece of a prompt."""
 
     def __init__(self, cache: KVCache, capacity: int, spans: Sequence[Span]) -> None:
+        library = kernels()
+        assert library is not None
+        prompts = spans[0].stop - spans[0].start > 1
+        rows = [[s.start, s.stop, s.row.index, s.offset] for s in spans]
+        self._places = torch.tensor(rows).T.contiguous()
+        at = [column.data_ptr() for column in self._places]
+        self._where = at if prompts else [at[0], *at[2:]]
+        self._kernel = library.prompt_attention if prompts else library.decode_attention
+        floats = 8 * (capacity + 2 * cache.head_dim) if prompts else (
+            cache.group * (capacity + cache.head_dim)
+        )  # fmt: skip
         self._cache, self._capacity = cache, capacity
-        self._places = torch.tensor(
-            [[s.start for s in spans], [s.row.index for s in spans], [s.offset for s in spans]]
-        )
         self._threads = torch.get_num_threads()
-        self._scratch = torch.empty(self._threads * cache.group * (capacity + cache.head_dim))
+        self._scratch = torch.empty(self._threads * floats)
 
     def __call__(self, layer: int, heads: Tensor, out: Tensor, window: int | None) -> None:
         """Write out [T, q_heads, hd] of these requests' rows."""
-        library = kernels()
-        assert library is not None
         _, q_heads, dim = out.shape
         keys, values = self._cache.layer(self._capacity, layer)
-        n, at = self._places.shape[1], self._places.data_ptr()
-        library.decode_attention(
-            heads.data_ptr(), at, at + 8 * n, at + 16 * n, n, keys.data_ptr(), values.data_ptr(),
-            self._capacity, q_heads, self._cache.kv_heads, dim, window or 0, dim**-0.5,
-            self._threads, self._scratch.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
-
-
-class _FusedPrompts:
-    """Pieces of prompts of one size in one kernel."""
-
-    def __init__(self, cache: KVCache, capacity: int, spans: Sequence[Span]) -> None:
-        self._cache, self._capacity = cache, capacity
-        self._places = torch.tensor(
-            [
-                [s.start for s in spans],
-                [s.stop for s in spans],
-                [s.row.index for s in spans],
-                [s.offset for s in spans],
-            ]
-        )
-        self._threads = torch.get_num_threads()
-        self._scratch = torch.empty(self._threads * 8 * (capacity + 2 * cache.head_dim))
-
-    def __call__(self, layer: int, heads: Tensor, out: Tensor, window: int | None) -> None:
-        """Write out [T, q_heads, hd] of these pieces' rows."""
-        library = kernels()
-        assert library is not None
-        _, q_heads, dim = out.shape
-        keys, values = self._cache.layer(self._capacity, layer)
-        n, at = self._places.shape[1], self._places.data_ptr()
-        library.prompt_attention(
-            heads.data_ptr(), at, at + 8 * n, at + 16 * n, at + 24 * n, n, keys.data_ptr(),
+        self._kernel(
+            heads.data_ptr(), *self._where, self._places.shape[1], keys.data_ptr(),
             values.data_ptr(), self._capacity, q_heads, self._cache.kv_heads, dim, window or 0,
             dim**-0.5, self._threads, self._scratch.data_ptr(), out.data_ptr(),
         )  # fmt: skip
@@ -125,12 +101,12 @@ class Attention:
         for s in spans:
             to = single if s.stop - s.start == 1 else long
             to.setdefault(s.row.capacity, []).append(s)
-        self._fused: list[_Fused | _FusedPrompts] = []
+        self._fused: list[_Fused] = []
         self._single: list[_Decoding] = []
         self._long: list[Span] = []
         if usable(torch.empty(0, device=cache.device, dtype=cache.dtype)):
-            self._fused += [_Fused(cache, size, found) for size, found in single.items()]
-            self._fused += [_FusedPrompts(cache, size, found) for size, found in long.items()]
+            groups = [*single.items(), *long.items()]
+            self._fused = [_Fused(cache, size, found) for size, found in groups]
         else:
             self._single = [self._decoding(size, found) for size, found in single.items()]
             self._long = [s for found in long.values() for s in found]

@@ -56,6 +56,25 @@ void silu_mul(const float *y, float *z, int64_t rows, int64_t dim) {
     }
 }
 
+/* best[i] = the first of the largest of x[i, dim] */
+void argmax(const float *x, int64_t *best, int64_t rows, int64_t dim) {
+#pragma omp parallel for if (rows * dim > 1 << 15)
+    for (int64_t i = 0; i < rows; i++) {
+        const float *in = x + i * dim;
+        float top = in[0];
+        int64_t at = 0;
+        for (int64_t first = 0; first < dim; first += 256) { /* which part has it, then where */
+            const int64_t last = first + 256 < dim ? first + 256 : dim;
+            float most = in[first];
+#pragma omp simd reduction(max : most)
+            for (int64_t j = first; j < last; j++) most = in[j] > most ? in[j] : most;
+            if (most > top) top = most, at = first;
+        }
+        while (at + 1 < dim && in[at] != top) at++;
+        best[i] = at;
+    }
+}
+
 typedef float lanes16 __attribute__((vector_size(64), aligned(4)));
 typedef float lanes8 __attribute__((vector_size(32), aligned(4)));
 

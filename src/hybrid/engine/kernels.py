@@ -33,6 +33,7 @@ _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "rms_norm": (_P, _P, _P, _I, _I, _F),
     "silu_mul": (_P, _P, _I, _I),
+    "argmax": (_P, _P, _I, _I),
     "decode_attention": (_P, _P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _I, _P, _P),
     "prompt_attention": (
         _P, _P, _P, _P, _P, _I, _P, _P, _I, _I, _I, _I, _I, _F, _I, _P, _P,
@@ -64,6 +65,17 @@ def silu_mul(y: Tensor) -> Tensor:
     z = y.new_empty(rows, both // 2)
     library.silu_mul(y.data_ptr(), z.data_ptr(), rows, both // 2)
     return z
+
+
+def argmax(x: Tensor) -> Tensor:
+    """int64 [T]: the first of the largest of each row of x [T, dim]."""
+    library = kernels()
+    if library is None or not usable(x):
+        return x.argmax(-1)
+    best = torch.empty(len(x), dtype=torch.int64)
+    x = x.contiguous()
+    library.argmax(x.data_ptr(), best.data_ptr(), *x.shape)
+    return best
 
 
 def alone() -> None:

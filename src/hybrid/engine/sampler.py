@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid.engine.constraint import Masks
+from hybrid.engine.kernels import argmax
 from hybrid.wire import Sampling
 
 Top = tuple[tuple[int, float], ...]
@@ -43,7 +44,7 @@ def sample(
         of each row, empty for rows that did not ask. Log probabilities are of the model's own
         distribution: before temperature, cuts and masks.
     """
-    best = logits.argmax(-1)
+    best = argmax(logits)
     masked: dict[int, Tensor] = {}
     if masks is not None:
         allowed = masks.apply(logits)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tokenizers import Tokenizer
 from hybrid.errors import IntegrityError
 
 _REPLACEMENT = "�"
+_utf8 = partial(codecs.getincrementaldecoder("utf-8"), "replace")
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -31,6 +34,7 @@ class Codec:
 
     Attributes:
         ends, end: the end-of-text tokens; one of them.
+        joins_bytes: `decode` is `shown` of each token, joined.
         size: the highest token id and one.
 
     Raises:
@@ -44,6 +48,9 @@ class Codec:
         self._tokenizer: Any = Tokenizer.from_file(str(path))
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
+        # Alone, that decoder only joins bytes, so that a token's do not depend on its neighbours.
+        self.joins_bytes = type(self._tokenizer.decoder).__name__ == "ByteLevel"
+        self._shown: dict[int, bytes] = {}
         self.size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         ends: set[int] = set()
         for name in ("config.json", "generation_config.json"):
@@ -83,6 +90,19 @@ class Codec:
             return bytes([int(byte[1], 16)])
         return name.replace("▁", " ").encode()
 
+    def shown(self, token: int) -> bytes:
+        """What `decode` makes of one token, where `joins_bytes`: nothing of a special one."""
+        known = self._shown.get(token)
+        if known is None:
+            name: str = self._tokenizer.id_to_token(token) or ""
+            added = self._added.get(token)
+            if added is not None and added.special:
+                name = ""
+            letters = all(c in _LETTERS for c in name)
+            known = bytes(_LETTERS[c] for c in name) if letters else name.encode()
+            self._shown[token] = known
+        return known
+
 
 class Stream:
     """Turns tokens into text piece by piece.
@@ -94,6 +114,7 @@ class Stream:
     def __init__(self, codec: Codec, stop: Sequence[str]) -> None:
         self._codec = codec
         self._stop = stop
+        self._bytes = _utf8() if codec.joins_bytes else None
         self._ids: list[int] = []
         self._shown = 0  # tokens whose text is in `_text`
         self._context = 0  # decoding starts here, since a token's text may depend on the one before
@@ -103,6 +124,9 @@ class Stream:
 
     def push(self, token: int) -> str:
         """Text that is certain now."""
+        if self._bytes is not None:
+            self._text += self._bytes.decode(self._codec.shown(token))
+            return self._give(final=False)
         self._ids.append(token)
         before = self._codec.decode(self._ids[self._context : self._shown])
         after = self._codec.decode(self._ids[self._context :])
@@ -113,6 +137,9 @@ class Stream:
 
     def finish(self) -> str:
         """What was held back, at the end of the answer."""
+        if self._bytes is not None:
+            self._text += self._bytes.decode(b"", final=True)
+            return self._give(final=True)
         before = self._codec.decode(self._ids[self._context : self._shown])
         self._text += self._codec.decode(self._ids[self._context :])[len(before) :]
         self._context = self._shown = len(self._ids)

@@ -72,12 +72,6 @@ def pooled(model: Any, batch: PairBatch) -> Tensor:
     return F.normalize((hidden * real[..., None]).sum(1) / batch.lengths[:, None], dim=-1)
 
 
-def answer_loss(model: Any, batch: AnswerBatch) -> Tensor:
-    """Mean weighted cross entropy (nats) of a batch's answers."""
-    loss: Tensor = AnswerLoss(model)(batch)
-    return loss / batch.count
-
-
 def _hidden(model: Any, batch: AnswerBatch) -> Tensor:
     """The last hidden states [sequences, tokens, hidden]."""
     packed: dict[str, Tensor] = {}

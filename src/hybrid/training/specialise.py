@@ -13,18 +13,15 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import ray
-
 from hybrid.config import AdapterConfig, ProjectConfig
 from hybrid.errors import HybridError, TrainingError
-from hybrid.pools import GPU
 from hybrid.registry import Manifest, Registry
 from hybrid.training import rows
 from hybrid.training.adapter_team import run_team_jobs
 from hybrid.training.corpus import prepare_once
 from hybrid.training.progress import Follower
 from hybrid.training.servable import check_servable
-from hybrid.training.slots import wait_for_slots
+from hybrid.training.slots import free_slots, has_gpus, wait_for_slots, worker_resources
 
 OnProgress = Callable[[dict[str, Any]], None]
 
@@ -124,6 +121,6 @@ def _run(
         # The longest first, so that none is left to run alone at the end.
         jobs = [n for n in sorted(names, key=lambda n: -cost(n))
                 if config.adapters[n].lora.workers == size]  # fmt: skip
-        free = int(ray.available_resources().get(GPU.resource, 1))
+        free = free_slots(worker_resources(config.training.cpus_per_worker, has_gpus()))
         most = max(1, min(len(jobs), max(config.training.most_workers, size) // size, free // size))
         yield from run_team_jobs(config, base_digest, jobs, runs, force, size=size, teams=most)

@@ -79,13 +79,13 @@ def run_workers(job: Job, say: OnMessage = log.info, avoid: Avoid = NOBODY) -> d
             # Ray wraps the worker's error in classes that differ with who failed and how often.
             own = _own(e)
             reason = own or _failed(e, job, begun)
-            lost = nodes & set(draining_nodes())
-            if lost:
+            if own is not None and not isinstance(own, (CheckpointError, Unavailable)):
+                raise own from e  # it would be the same again
+            if nodes & draining_nodes().keys():
                 say(f"a node was taken away amid a step: {reason.message}")
                 continue
             failures += 1
-            again = own is None or isinstance(own, (CheckpointError, Unavailable))
-            if not again or 0 <= settings.faults.max_failures < failures:
+            if 0 <= settings.faults.max_failures < failures:
                 raise reason from e
             say(f"failure {failures}, the workers are started again: {reason.message}")
             continue
