@@ -92,6 +92,7 @@ def read_saved(
     """
     from hybrid.audit.captures import capture_files, read_capture_file
     from hybrid.audit.conduct import NodeResult
+    from hybrid.audit.judgement import of_node
 
     results = [
         NodeResult(
@@ -100,6 +101,8 @@ def read_saved(
         )
         for path in paths
     ]
+    for result in results:
+        result.findings = of_node(result)
     return [_judge(result, earlier, sold_as) for result in results]
 
 
@@ -110,6 +113,8 @@ def audit(
     pool: PoolName = "gpu",
     earlier: Sequence[NodeReport] = (),
     sold_as: str | None = None,
+    cores: float | None = None,
+    memory_bytes: int | None = None,
     trust: Trust = NO_TRUST,
     on_progress: Progress | None = None,
 ) -> list[NodeReport]:
@@ -121,6 +126,7 @@ def audit(
         pool: which nodes of a cluster.
         earlier: an audit to compare with in place of the last that was kept.
         sold_as: what the GPUs are sold as; None: what they claim to be.
+        cores, memory_bytes: what each node is sold with; None: what it claims to have.
         trust: with what the seller's own proof is checked.
         on_progress: called with {"node", "device", "probe", "outcome"} after each step.
 
@@ -129,16 +135,19 @@ def audit(
     """
     folder = (project.config.run.dir if project else Path(".hybrid")) / FOLDER
     chosen = LEVELS[level]
+    options: dict[str, Any] = {
+        "cores": cores, "memory_bytes": memory_bytes, "trust": trust, "on_progress": on_progress
+    }  # fmt: skip
     local = project is not None and project.local.state() is not None
     if not local and "RAY_ADDRESS" not in os.environ and not _connected():
         from hybrid.audit.run import audit_here
 
-        results = audit_here(chosen, trust=trust, on_progress=on_progress)
+        results = audit_here(chosen, **options)
     else:
         with _ray(project):
             from hybrid.audit.cluster import audit_cluster
 
-            results = audit_cluster(chosen, pool=pool, trust=trust, on_progress=on_progress)
+            results = audit_cluster(chosen, pool=pool, **options)
     return judged(results, folder, level, earlier, sold_as)
 
 

@@ -58,6 +58,12 @@ def audit(
     sold_as: Annotated[
         str | None, typer.Option(help='What every GPU is sold as, e.g. "A100 80GB".')
     ] = None,
+    sold_cores: Annotated[
+        float | None, typer.Option(min=0, help="The cores (vCPUs) that every node is sold with.")
+    ] = None,
+    sold_memory_gib: Annotated[
+        float | None, typer.Option(min=0, help="The memory that every node is sold with.")
+    ] = None,
     aws_certificate: Annotated[
         Path | None, typer.Option(help="PEM to check AWS's signed documents with.")
     ] = None,
@@ -87,7 +93,9 @@ def audit(
     if from_smi:
         level, nodes = "saved outputs", audits.read_saved(from_smi, **options)
     else:
-        nodes = _measured(p, level=level, pool=pool.value, trust=trust, **options)
+        memory = None if sold_memory_gib is None else int(sold_memory_gib * 2**30)
+        options |= {"cores": sold_cores, "memory_bytes": memory, "trust": trust}
+        nodes = _measured(p, level=level, pool=pool.value, **options)
     options = {"when": when, "usd_per_hour": usd_per_hour}
     if html is not None:
         from hybrid.audit.report_html import to_html
@@ -105,7 +113,11 @@ def audit(
         else:
             Path(json_file).write_text(text, encoding="utf-8")
     if json_file != "-":
-        out.print(report.table(nodes))
+        from hybrid.audit.report_terminal import figures, table
+
+        out.print(table(nodes))
+        for line in filter(None, map(figures, nodes)):
+            out.print(line, markup=False)
         for cost in money.values():
             lost = cost.usd_lost_per_hour
             out.print(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from lying_devices import TINY
 
+from hybrid.audit.cluster import audit_cluster
 from hybrid.audit.level import LEVELS, MIB
 from hybrid.audit.report import NodeReport
 from hybrid.audits import audit, failed, gate
@@ -136,6 +137,22 @@ def test_a_warning_leaves_no_node_out(
     said: list[str] = []
     assert gate(Project(config), lambda record: said.append(record["message"])) == {}
     assert "used all the same" in said[-1]
+
+
+@pytest.mark.parametrize(("cores", "gib", "missing"), [(1, 1, []), (96, 1 << 20, ["cores-missing",
+                                                       "memory-missing"])])  # fmt: skip
+def test_agents_nodes_are_held_against_what_is_paid_for(
+    ray_cluster: Any, cores: int, gib: int, missing: list[str]
+) -> None:
+    """By the probes that need no torch, which agents' nodes do not have."""
+    [node] = audit_cluster(TINY, pool="agents", devices=(), cores=cores, memory_bytes=gib << 30)
+    assert (node.pool, node.lost, node.devices) == ("agents", None, [])
+    assert [f.kind for f in node.findings if f.kind != "busy"] == missing
+    assert {f.readings[0].name for f in node.findings if f.kind in missing} == {
+        f"cpu.{k.replace('memory-missing', 'memory_bytes').replace('cores-missing', 'cores')}"
+        "_measured"
+        for k in missing
+    }
 
 
 @pytest.mark.full

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hybrid.audit.claims import align, gather
 from hybrid.audit.kernel import PROC_SUPER_MAGIC, filesystem_type, read_kernel
@@ -269,3 +272,28 @@ def test_gpus_of_all_sources_are_numbered_by_their_place() -> None:
     found = align(mixed)
     assert {(r.gpu, r.value) for r in found if r.name == "claimed.uuid"} == {(0, "B"), (1, "A")}
     assert judge(found, load_specs()).findings == ()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_damaged_files_never_crash_and_never_make_it_genuine(data: st.DataObject) -> None:
+    """Bytes changed, cut and moved in what the kernel shows, beside claims without measurements."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Tree(Path(folder))
+        tree.write(
+            "proc/self/mountinfo", "22 1 0:21 /a /proc/driver/nvidia/\\040x rw - ext4 x rw\n"
+        )
+        tree.write("var/log/dmesg", "NVRM: Xid (PCI:0000:01:00): 79, GPU has fallen off the bus.\n")
+        files = sorted(p for p in tree.root.rglob("*") if p.is_file())
+        for _ in range(data.draw(st.integers(1, 6))):
+            path = data.draw(st.sampled_from(files))
+            raw = bytearray(path.read_bytes())
+            at = data.draw(st.integers(0, len(raw)))
+            raw[at : data.draw(st.integers(at, len(raw)))] = data.draw(st.binary(max_size=8))
+            path.write_bytes(raw)
+        assert tree.verdict().identity != "genuine"
+
+
+def test_an_escape_that_is_no_octal_number_stands_for_itself(tree: Tree) -> None:
+    tree.write("proc/self/mountinfo", r"22 1 0:21 / /proc/driver/nvidia/\999 rw - ext4 x rw")
+    assert caught(tree.verdict())["foreign-mounts"] == {"kernel.foreign_mounts"}

@@ -157,7 +157,8 @@ def _of_collectives(result: NodeResult) -> list[Finding]:
     found = []
     for r in result.readings:
         if r.name == "collective.class" and r.value in ("collapse", "early-plateau", "socket"):
-            text = f"all-reduce over {r.detail.get('nodes')} nodes: {r.value}, {r.detail['why']}"
+            over = f" over {r.detail['nodes']} nodes" if "nodes" in r.detail else ""
+            text = f"all-reduce{over}: {r.value}, {r.detail['why']}"
             found.append(_finding(f"collective-{r.value}", "health", "degraded", text, [r]))
         if r.name == "collective.errors" and r.value:
             text = f"all-reduce gave wrong sums for {r.value} sizes"

@@ -7,6 +7,7 @@ from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any
 
 from hybrid.audit.conduct import GRACE_S
+from hybrid.audit.curves import bus_bandwidth, classify
 from hybrid.audit.rally import has_torch, last_words, ready_devices
 from hybrid.audit.reading import Reading
 from hybrid.audit.specs import load_specs
@@ -26,8 +27,6 @@ def collect_all(conductor: Conductor) -> None:
         return
     if not has_torch(conductor, ready, "collectives"):
         return
-    from hybrid.audit import collectives
-
     leader = ready[0][0]
     address = conductor.members[leader].address
     store = conductor.attempt(leader, "host", "meeting", GRACE_S, "meeting_point", address)
@@ -59,12 +58,10 @@ def collect_all(conductor: Conductor) -> None:
     if not answers:
         return
     curve = next(iter(answers.values()))["curve"]
-    bus = [
-        (size, collectives.bus_bandwidth(int(size), seconds, len(ready))) for size, seconds in curve
-    ]
+    bus = [(size, bus_bandwidth(int(size), seconds, len(ready))) for size, seconds in curve]
     alg = tuple((size, size / GIB / seconds) for size, seconds in curve)
     nominal = _nominal(conductor, nodes)
-    kind, why = collectives.classify(bus, nominal)
+    kind, why = classify(bus, nominal)
     used = {a["transport"] for a in answers.values() if a["transport"]}
     if nominal is not None and len(nodes) > 1 and used == {"Socket"}:
         kind, why = "socket", "NCCL's own log: it uses sockets, though the nodes have a fabric"

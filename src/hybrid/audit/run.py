@@ -31,6 +31,7 @@ class Plan:
         folder: for the disk probe; None: the node's folder for temporary files.
         devices: specs of `device.open_device`; None: what the node finds.
         cores, memory_bytes: what is paid for; None: what the node says of itself.
+        slots: see `cpu.cores`.
         environment: added to the probe processes'.
     """
 
@@ -39,6 +40,7 @@ class Plan:
     devices: tuple[str, ...] | None = None
     cores: float | None = None
     memory_bytes: int | None = None
+    slots: float | None = None
     environment: dict[str, str] | None = None
 
 
@@ -96,6 +98,7 @@ class Machine:
         plan = self.plan
         given = {
             "cores": plan.cores,
+            "slots": plan.slots,
             "memory_bytes": plan.memory_bytes,
             "folder": plan.folder or tempfile.gettempdir(),
         }
@@ -185,6 +188,8 @@ def audit_here(
     level: Level,
     *,
     devices: tuple[str, ...] | None = None,
+    cores: float | None = None,
+    memory_bytes: int | None = None,
     trust: Trust = NO_TRUST,
     on_progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[NodeResult]:
@@ -193,10 +198,12 @@ def audit_here(
     Args:
         level: the budgets.
         devices: specs; None: every GPU, else the CPU.
+        cores, memory_bytes: what is paid for; None: what the machine says of itself.
         trust: with what the seller's own proof is checked.
         on_progress: called with {"node", "device", "probe", "outcome"} after each step.
     """
-    member = LocalMember(Plan(level=level, devices=devices))
+    plan = Plan(level=level, devices=devices, cores=cores, memory_bytes=memory_bytes)
+    member = LocalMember(plan)
     return Conductor([member], level, trust=trust, on_progress=on_progress).run()
 
 
