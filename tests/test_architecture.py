@@ -30,9 +30,12 @@ MAY_IMPORT = {
 }
 OUTER = {
     "project",
+    "project_runs",
     "audits",
     "cli",
     "cli_audit",
+    "cli_common",
+    "cli_runs",
     "demo",
     "deploy",
     "client",

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hybrid import __version__, cli_audit, project
+from hybrid import __version__, cli_audit, cli_runs
+from hybrid.cli_common import DEFAULT, AsJson, Config, Sets, err, out
+from hybrid.cli_common import open_project as _open
+from hybrid.cli_common import show as _print
 from hybrid.config import read_mapping
 from hybrid.errors import ConfigError, HybridError
 from hybrid.show import Bars, age, percent, short
@@ -30,34 +31,8 @@ agents_app = typer.Typer(no_args_is_help=True, help="The agents: list, show, add
 models_app = typer.Typer(no_args_is_help=True, help="The registry: list, show, verify, alias.")
 app.add_typer(agents_app, name="agents")
 app.add_typer(models_app, name="models")
-
-out = Console()
-err = Console(stderr=True)
-
-Config = Annotated[Path, typer.Option("-c", "--config", help="The project file.")]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override a key, e.g. --set training.steps=10 (repeatable)."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-DEFAULT = Path("hybrid.yaml")
-
-
-def _open(config: Path, sets: list[str] | None = None) -> project.Project:
-    overrides = {}
-    for item in sets or []:
-        key, eq, value = item.partition("=")
-        if not eq:
-            raise ConfigError(f"--set {item}: expected KEY=VALUE, e.g. training.steps=10")
-        overrides[key] = yaml.safe_load(value)
-    return project.open(config, overrides)
-
-
-def _print(data: Any, as_json: bool, table: Table | str | None = None) -> None:
-    if as_json or table is None:
-        sys.stdout.write(json.dumps(data, ensure_ascii=False, indent=2) + "\n")
-    else:
-        out.print(table)
+app.command("runs", epilog="Example: hybrid runs")(cli_runs.runs)
+app.command("report", epilog="Example: hybrid report legal-0123456789ab")(cli_runs.report)
 
 
 @app.command(epilog="Example: hybrid demo")
@@ -80,10 +55,16 @@ def train(
     config: Config = DEFAULT,
     sets: Sets = None,
     fresh: Annotated[bool, typer.Option(help="Ignore earlier checkpoints and results.")] = False,
+    check: Annotated[
+        bool, typer.Option(help="Make the preflight checks and nothing else.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train and publish the base; a killed run goes on where it stopped."""
     p = _open(config, sets)
+    if check:
+        cli_runs.preflight(p, as_json)
+        return
     with Bars(err) as bars:
         manifest = p.train(fresh=fresh, on_progress=bars.training)
     _print(

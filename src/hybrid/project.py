@@ -21,6 +21,7 @@ from hybrid.client import request
 from hybrid.cluster.local import LocalCluster, State
 from hybrid.config import AgentConfig, ProjectConfig
 from hybrid.errors import NotFound, Unavailable
+from hybrid.project_runs import Runs
 
 if TYPE_CHECKING:
     import httpx
@@ -53,7 +54,7 @@ class Project:
 
     def __init__(self, config: ProjectConfig) -> None:
         self.config = config
-        self.local = LocalCluster(config)
+        self.local, self.runs = LocalCluster(config), Runs(self)
 
     @property
     def registry(self) -> Registry:
@@ -185,8 +186,7 @@ class Project:
             on_step: called with what is being done.
 
         Raises:
-            NotFound: nothing is published. PortInUse, StoreUnavailable, PlacementError,
-            Unavailable: what could not start.
+            NotFound: nothing is published. Another HybridError: what could not start.
         """
         step = on_step or (lambda text: None)
         release = self._release()

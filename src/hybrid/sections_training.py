@@ -103,6 +103,12 @@ class TrainingConfig(Section):
     audit: Literal["require", "warn", "off"] = "off"
     """A quick audit of the gpu pool before a run: `require` leaves out the nodes that fail it,
     `warn` only says which do, `off` saves the minute."""
+    preflight: Literal["require", "warn", "off"] = "require"
+    """Checks before anything expensive: a failed one stops the run, or is only said, or none is
+    made."""
+    usd_per_hour: float | None = Field(None, ge=0)
+    """Price of one worker's share of a machine, say of one GPU, in USD an hour; the report of the
+    run then says what it cost."""
     eval_every: int = Field(100, ge=1)
     """Steps between held-out evaluations; the last step is always evaluated."""
     eval_sequences: int = Field(64, ge=1)

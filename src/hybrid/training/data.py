@@ -152,25 +152,51 @@ def prepare_data(config: ProjectConfig, run_all: RunAll | None = None) -> Prepar
         ConfigError: `model.source` has no usable tokenizer.
     """
     run_all = run_all or (lambda tasks: [task() for task in tasks])
-    data, source = config.data, config.model.source
+    corpora, learn = _files(config)
+    home = _home(config, corpora, learn)
+    if not (home / "data.json").exists():
+        _make(config, home, corpora, learn, run_all)
+    result = _made(home)
+    _check_length(result, config)
+    return result
+
+
+def prepared(config: ProjectConfig) -> PreparedData | None:
+    """What `prepare_data` has made of the files as they are now; None if it has yet to."""
+    try:
+        home = _home(config, *_files(config))
+    except DataError:  # no files yet: `data.prepare` makes them
+        return None
+    return _made(home) if (home / "data.json").exists() else None
+
+
+def _files(config: ProjectConfig) -> tuple[dict[str, list[File]], list[File]]:
+    """The files of each corpus, and those that the tokenizer is learnt from."""
+    data = config.data
     train = find_files(data.train, "data.train")
     holdout = find_files(data.holdout, "data.holdout") if data.holdout else []
     learn = find_files(data.tokenizer.train_on or data.train, "data.tokenizer.train_on")
+    return {"train": train, "holdout": holdout}, learn
+
+
+def _home(config: ProjectConfig, corpora: dict[str, list[File]], learn: list[File]) -> Path:
+    """The folder of what is made of these files in their present state."""
+    data, source = config.data, config.model.source
     key = _digest(
         [data.field, data.text_documents, data.tokenizer.vocab_size, str(source or "")],
-        *([(f.url, f.state) for f in files] for files in (train, holdout, learn)),
+        *([(f.url, f.state) for f in files] for files in (*corpora.values(), learn)),
     )
-    home = config.run.dir / "shards" / key[:16]
-    if not (home / "data.json").exists():
-        _make(config, home, {"train": train, "holdout": holdout}, learn, run_all)
-    result = PreparedData(
+    return config.run.dir / "shards" / key[:16]
+
+
+def _made(home: Path) -> PreparedData:
+    holdout = home / "holdout"
+    return PreparedData(
         train=home / "train",
-        holdout=home / "holdout" if holdout else None,
+        holdout=holdout if holdout.exists() else None,
         tokenizer=home / "tokenizer",
         digest=json.loads((home / "data.json").read_text())["digest"],
     )
-    _check_length(result, config)
-    return result
 
 
 def _make(

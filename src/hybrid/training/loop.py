@@ -20,7 +20,7 @@ from hybrid.config import ProjectConfig, TrainingConfig
 from hybrid.errors import TrainingError
 from hybrid.training.bad_batches import record_batch
 from hybrid.training.checkpoint import Checkpoints
-from hybrid.training.data import PreparedData, ShardSet, load_tokenizer
+from hybrid.training.data import Batch, PreparedData, ShardSet, load_tokenizer
 from hybrid.training.fence import Fence
 from hybrid.training.isolation import check_isolation
 from hybrid.training.model import build_model, save_model
@@ -33,7 +33,7 @@ from hybrid.training.processes import Process
 from hybrid.training.progress import Progress
 from hybrid.training.step import StepResult, evaluate, train_step
 from hybrid.training.stragglers import OwnTime, Stragglers
-from hybrid.training.throughput import Meter, device_peak
+from hybrid.training.throughput import Meter, device_peak, flops_per_token
 from hybrid.training.watchdog import Watchdog
 
 PULSE_S = 2.0
@@ -117,12 +117,13 @@ def _train(
     position.at("model")
     model = build_model(config.model, tokenizer, seed)
     parameters = sum(p.numel() for p in model.parameters())
+    flops = flops_per_token(model, settings.sequence_length)
     own_time = OwnTime(model, world.device)
     model = spread(model, settings.strategy, precision, world)
     if settings.packing == "isolate":
         check_isolation(model, len(tokenizer), world.device)
     optimizer = make_optimizer(model, settings)
-    progress = Progress(job.folder, enabled=world.rank == 0)
+    progress = Progress(job.folder, enabled=world.rank == 0, scalars=True)
     fence = Fence(job.folder)
     if world.rank == 0:
         fence.take()
@@ -136,7 +137,8 @@ def _train(
 
     position.at("matmul peak")
     peak = device_peak(world.device, precision)
-    meter = Meter(parameters, peak, world.size, world.device)
+    peak_flops = world.sum(peak.flops)
+    meter = Meter(flops, peak_flops, world.device)
     progress.write(
         "start",
         step=restored.step,
@@ -146,8 +148,10 @@ def _train(
         device=str(world.device),
         precision=str(precision.compute),
         parameters=parameters,
-        peak_flops=peak.flops,
+        flops_per_token=flops,
+        peak_flops=peak_flops,
         peak_source=peak.source,
+        sheet_flops=world.sum(peak.sheet or 0.0),
         rejected_checkpoints=list(restored.rejected),
         workers=[{"rank": p.rank, "node": p.node, "pid": p.pid} for p in processes],
     )
@@ -162,19 +166,25 @@ def _train(
         lr = learning_rate(step, settings)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        result = train_step(
-            model,
-            optimizer,
-            lambda index, step=step: shards.micro_batch(step, index, settings, seed),  # type: ignore[misc]
-            step=step,
-            seed=seed,
-            micro_batches=settings.micro_batches,
-            clip=settings.clip,
-            world=world,
-            accept=policy.accept,
-            position=position,
-            own_time=own_time,
-        )
+
+        def batch_at(index: int, step: int = step) -> Batch:
+            with progress.phase("data"):
+                return shards.micro_batch(step, index, settings, seed)
+
+        with progress.phase("step"):
+            result = train_step(
+                model,
+                optimizer,
+                batch_at,
+                step=step,
+                seed=seed,
+                micro_batches=settings.micro_batches,
+                clip=settings.clip,
+                world=world,
+                accept=policy.accept,
+                position=position,
+                own_time=own_time,
+            )
         done, last = step + 1, step + 1 == settings.steps
         seconds = time.monotonic() - started
         rates = meter.step(result.tokens, seconds, settings.steps - done)
@@ -192,7 +202,8 @@ def _train(
         eval_loss = None
         if holdout and (done % settings.eval_every == 0 or last):
             position.at("evaluation")
-            metrics |= _evaluate(model, holdout, settings, world)
+            with progress.phase("evaluation"):
+                metrics |= _evaluate(model, holdout, settings, world)
             eval_loss = metrics["eval_loss"]
             progress.write("eval", step=done, eval_loss=eval_loss)
         position.at("report")
@@ -206,8 +217,11 @@ def _train(
                 progress.write("notice", step=done, kind=coming.kind, why=coming.why)
         position.at("checkpoint")
         wait = last or bool(coming.kind)
-        if checkpoints.due(done, seconds, eval_loss) or wait:
-            checkpoints.save(done, model, optimizer, extra=extra, eval_loss=eval_loss, wait=wait)
+        with progress.phase("checkpoint"):
+            if checkpoints.due(done, seconds, eval_loss) or wait:
+                checkpoints.save(
+                    done, model, optimizer, extra=extra, eval_loss=eval_loss, wait=wait
+                )
         if coming.kind == "move" and not last:
             return {"moved": coming.why, "step": done}
         if coming.deadline and not last and world.agree(coming.hold(time.monotonic() - started)):
@@ -217,7 +231,8 @@ def _train(
     if not metrics and holdout:  # resumed after the last step: only its export was missing
         metrics = _evaluate(model, holdout, settings, world)
     position.at("export")
-    export(model, tokenizer, job.export, world)
+    with progress.phase("export"):
+        export(model, tokenizer, job.export, world)
     slowness = stragglers.report()
     final: dict[str, Any] = {
         "train_loss": metrics.get("loss"),

@@ -31,8 +31,28 @@ def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> nn.Module:
         return _load(config.source, tokenizer)
     torch.manual_seed(seed)
     return LlamaForCausalLM(  # type: ignore[no-any-return]
-        LlamaConfig(
-            vocab_size=len(tokenizer),
+        architecture(
+            config,
+            len(tokenizer),
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def architecture(config: ModelConfig, vocabulary: int, **tokens: int | None) -> Any:
+    """The transformers configuration of the base.
+
+    Args:
+        vocabulary: of a new model; a loaded one has its own.
+
+    Raises:
+        ConfigError: `model.source` has no config.json.
+    """
+    if config.source is None:
+        return LlamaConfig(
+            vocab_size=vocabulary,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             num_hidden_layers=config.layers,
@@ -40,18 +60,18 @@ def build_model(config: ModelConfig, tokenizer: Any, seed: int) -> nn.Module:
             num_key_value_heads=config.kv_heads,
             max_position_embeddings=config.context,
             tie_word_embeddings=config.tie_embeddings,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
             use_cache=False,
+            **tokens,
         )
-    )
+    if not (config.source / "config.json").exists():
+        raise ConfigError(
+            f"model.source: {config.source}: no config.json there", param="model.source"
+        )
+    return AutoConfig.from_pretrained(config.source, local_files_only=True)
 
 
 def _load(source: Path, tokenizer: Any) -> nn.Module:
-    if not (source / "config.json").exists():
-        raise ConfigError(f"model.source: {source}: no config.json there", param="model.source")
-    vocabulary = AutoConfig.from_pretrained(source, local_files_only=True).vocab_size
+    vocabulary = architecture(ModelConfig(name="base", source=source), 0).vocab_size
     if len(tokenizer) > vocabulary:
         raise ConfigError(
             f"model.source: {source}: the tokenizer has {len(tokenizer)} tokens, the model's"

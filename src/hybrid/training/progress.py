@@ -6,8 +6,12 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from hybrid.training.goodput import Phase, Stopwatch
+from hybrid.training.scalars import Scalars
 
 FILE = "progress.jsonl"
 
@@ -15,20 +19,34 @@ FILE = "progress.jsonl"
 class Progress:
     """Appends events to runs/<run>/progress.jsonl: start, step, eval, checkpoint, finished, failed.
 
-    Every record has `event`, `time` (UNIX seconds) and mostly `step` (optimiser steps done).
+    Every record has `event`, `time` (UNIX seconds), `spent` (seconds by phase since the record
+    before it) and mostly `step` (optimiser steps done). `launch` and `ended` are the driver's.
+
+    Args:
+        scalars: also write the figures of steps and evaluations for TensorBoard.
     """
 
-    def __init__(self, folder: Path, *, enabled: bool = True) -> None:
+    def __init__(self, folder: Path, *, enabled: bool = True, scalars: bool = False) -> None:
         self.path = folder / FILE
         self._enabled = enabled
+        self._scalars = Scalars(folder / "tensorboard") if enabled and scalars else None
+        self._stopwatch = Stopwatch()
         if enabled:
             folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one record at once, so that a reader never sees half of it for long."""
-        if self._enabled:
-            with self.path.open("a") as stream:
-                stream.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
+        if not self._enabled:
+            return
+        record = {"event": event, "time": time.time(), **fields, "spent": self._stopwatch.lap()}
+        with self.path.open("a") as stream:
+            stream.write(json.dumps(record) + "\n")
+        if self._scalars is not None:
+            self._scalars.take(record)
+
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
+        """Count the block within as `name` in the account of the run's time."""
+        return self._stopwatch.phase(name)
 
 
 def read_progress(folder: Path) -> list[dict[str, Any]]:

@@ -16,12 +16,14 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fsspec
 
 from hybrid.errors import CheckpointError, ConfigError
-from hybrid.training.parallel import World
+
+if TYPE_CHECKING:  # a node is asked what it sees of a storage without waiting for torch
+    from hybrid.training.parallel import World
 
 BLOCK = 16 << 20
 """Bytes hashed, written or read at once: long enough that Python's lock is rarely asked for."""

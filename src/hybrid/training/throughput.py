@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from hybrid.training.parallel import Precision
 
 # Dense bfloat16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets, by a part of the name.
-BF16_PEAKS = {
+BF16_SHEETS = {
     "H200": 989e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
@@ -26,41 +27,80 @@ BF16_PEAKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """FLOP/s of one device, and where the number comes from."""
+    """What one device's matrix products reach, measured, and what its data sheet promises.
+
+    Attributes:
+        flops: FLOP/s, measured here and now.
+        source: how.
+        sheet: FLOP/s of the data sheet, where we know it.
+    """
 
     flops: float
     source: str
+    sheet: float | None
 
 
 def device_peak(device: torch.device, precision: Precision) -> Peak:
-    """The data sheet's peak where we know it, else what a square matmul reaches here and now."""
-    if device.type == "cuda" and precision.compute == torch.bfloat16:
-        name = torch.cuda.get_device_name(device)
-        for part, flops in BF16_PEAKS.items():
-            if part in name:
-                return Peak(flops=flops, source=f"data sheet of {part}, dense bfloat16")
-    size = 4096 if device.type == "cuda" else 1024
-    a = torch.ones(size, size, device=device, dtype=precision.compute)
+    """Measure the device's matmul peak in the compute dtype: the best of a few square products.
+
+    On random numbers: a GPU multiplies constants faster than anything it will meet in training.
+    """
+    cuda = device.type == "cuda"
+    size, at_once = (8192, 8) if cuda else (1024, 1)
+    a = torch.randn(size, size, device=device).to(precision.compute)
+    out = torch.empty_like(a)
     best = float("inf")
-    for _ in range(12):  # the first warms up; the best is the one nobody disturbed
-        start = time.perf_counter()
-        a @ a
-        if device.type == "cuda":
+    for _ in range(10):  # the first warms up; the best is the one nobody disturbed
+        if cuda:
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
+        start = time.perf_counter()
+        for _ in range(at_once):
+            torch.mm(a, a, out=out)
+        if cuda:
+            torch.cuda.synchronize(device)
+        best = min(best, (time.perf_counter() - start) / at_once)
     return Peak(
         flops=2 * size**3 / best,
         source=f"measured: {size}x{size} matmul, {precision.compute}, {device.type},"
         f" {torch.get_num_threads()} threads",
+        sheet=_sheet(device) if cuda and precision.compute == torch.bfloat16 else None,
     )
 
 
-class Meter:
-    """Rates over the last steps. MFU counts 6 FLOPs a parameter and token (Kaplan et al. 2020)."""
+def _sheet(device: torch.device) -> float | None:
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in BF16_SHEETS.items() if part in name), None)
 
-    def __init__(self, parameters: int, peak: Peak, world_size: int, device: torch.device) -> None:
-        self._flops_per_token = 6 * parameters
-        self._peak = peak.flops * world_size
+
+def flops_per_token(model: nn.Module, sequence_length: int) -> float:
+    """FLOPs a token that training needs, recomputation not counted.
+
+    Six a parameter that takes part in a matrix product (Kaplan et al. 2020), and attention's
+    12 x layers x width x sequence length (Chowdhery et al. 2022, appendix B). An embedding that is
+    not also the head is looked up, not multiplied.
+
+    Args:
+        model: a causal LM before it is spread.
+    """
+    config: Any = model.config
+    parameters = sum(p.numel() for p in model.parameters())
+    if not config.tie_word_embeddings:
+        parameters -= model.get_input_embeddings().weight.numel()  # type: ignore[operator]
+    attention = 12 * config.num_hidden_layers * config.hidden_size * sequence_length
+    return float(6 * parameters + attention)
+
+
+class Meter:
+    """Rates over the last steps; MFU is against the measured peak of all devices together.
+
+    Args:
+        flops_per_token: see `flops_per_token`.
+        peak_flops: FLOP/s of all devices of the run.
+    """
+
+    def __init__(self, flops_per_token: float, peak_flops: float, device: torch.device) -> None:
+        self._flops_per_token = flops_per_token
+        self._peak = peak_flops
         self._device = device
         self._recent: deque[tuple[int, float]] = deque(maxlen=20)
 

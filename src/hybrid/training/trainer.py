@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,14 +21,21 @@ from hybrid.errors import NotFound
 from hybrid.pools import GPU
 from hybrid.registry import Manifest, Registry
 from hybrid.training.corpus import prepare_once
-from hybrid.training.data import ShardTask, prepare_data
+from hybrid.training.data import ShardTask, prepare_data, prepared
 from hybrid.training.loop import Job
+from hybrid.training.preflight_nodes import guard
 from hybrid.training.progress import Follower
+from hybrid.training.report import launched
+from hybrid.training.slots import PLACE_S
 from hybrid.training.storage import Storage
 from hybrid.training.workers import run_workers
 
 log = logging.getLogger(__name__)
 OnProgress = Callable[[dict[str, Any]], None]
+_NOT_LEARNT = {
+    "workers", "resize_s", "cpus_per_worker", "strategy", "checkpoint", "faults", "audit",
+    "preflight", "usd_per_hour",
+}  # fmt: skip
 
 
 def train_base(
@@ -57,7 +65,9 @@ def train_base(
         TrainingError: the run failed; the message carries the worker's own error.
         RegistryError: the base cannot be published.
     """
-    say = on_progress or (lambda record: None)
+    say, began = on_progress or (lambda record: None), time.time()
+    if prepared(config) is None:  # making it may take long: what fails then had better fail now
+        guard(config, say, wait_s=PLACE_S)
     if prepare_once(config.data, config.run.dir / "data"):
         say({"message": f"made the data with {config.data.prepare}"})
     data = prepare_data(config, run_all=_in_ray_tasks)
@@ -68,40 +78,37 @@ def train_base(
     elif (found := _published(registry, config.model.name, job.run_id)) is not None:
         say({"message": f"{found.name}@v{found.version} of this very run is published already"})
         return found
-    results = job.folder / "result.json"
-    if not results.exists():
-        job.folder.mkdir(parents=True, exist_ok=True)
-        avoid = gate()
-        with Follower(job.folder, say):
-            metrics = run_workers(job, lambda text: say({"message": text}), avoid)
-        results.write_text(json.dumps(metrics))
-    return registry.publish(
-        "base",
-        config.model.name,
-        job.export,
-        run_id=job.run_id,
-        data_digest=data.digest,
-        metrics=json.loads(results.read_text()),
-    )
+    settings = config.training
+    with launched(
+        job.folder,
+        began=began,
+        workers=settings.fewest_workers,
+        usd_per_hour=settings.usd_per_hour,
+        say=say,
+    ):
+        results = job.folder / "result.json"
+        if not results.exists():
+            avoid = gate()
+            guard(config, say, wait_s=PLACE_S, checkpoints=job.checkpoints, avoid=avoid)
+            with Follower(job.folder, say):
+                metrics = run_workers(job, lambda text: say({"message": text}), avoid)
+            results.write_text(json.dumps(metrics))
+        return registry.publish(
+            "base",
+            config.model.name,
+            job.export,
+            run_id=job.run_id,
+            data_digest=data.digest,
+            metrics=json.loads(results.read_text()),
+        )
 
 
 def default_run_id(config: ProjectConfig, data_digest: str) -> str:
     """The project's name and a digest of model, training settings, seed and data.
 
-    Workers, strategy, checkpoints and faults are left out: they do not change what is learnt.
+    What does not change what is learnt is left out: workers, strategy, checkpoints, faults, price.
     """
-    training = config.training.model_dump(
-        mode="json",
-        exclude={
-            "workers",
-            "resize_s",
-            "cpus_per_worker",
-            "audit",
-            "strategy",
-            "checkpoint",
-            "faults",
-        },
-    )
+    training = config.training.model_dump(mode="json", exclude=_NOT_LEARNT)
     decides = [config.model.model_dump(mode="json"), training, config.run.seed, data_digest]
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
     return f"{config.run.name}-{digest[:12]}"

@@ -1,0 +1,251 @@
+"""Memory a rank will need, before anything is allocated: by term, at the worst moment of a step.
+
+Activations and logits come from the real code on fake tensors (`memory_trace.py`); what the
+strategy keeps, gathers and reduces is counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybrid.config import TrainingConfig
+from hybrid.training.memory_trace import Trace, trace
+from hybrid.training.parallel import Precision
+
+STATES = 2
+"""Numbers AdamW keeps for each parameter."""
+ADVICE = {
+    "parameters": "shard them over more workers (strategy fsdp), or parallel.offload",
+    "gradients": "shard them: strategy fsdp; with fsdp they are whole while micro-batches"
+    " accumulate: more workers or fewer micro_batches",
+    "optimiser": "shard it over more workers (strategy fsdp), or parallel.offload",
+    "gathered": "parallel.reshard: true, or strategy tp",
+    "activations": "parallel.activation_checkpointing: full, or a smaller micro_batch or"
+    " sequence_length",
+    "logits and loss": "a smaller micro_batch or sequence_length, or a smaller vocabulary",
+    "reduction": "strategy tp, or a model of smaller blocks",
+}
+"""The terms, and what to change when one dominates and the model does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How ranks share the model.
+
+    Attributes:
+        strategy: `single`, `ddp`; `fsdp`, `hsdp`, `tp`, which shard.
+        shards: ranks that share one copy of parameters, gradients and optimiser state.
+        tensor: ranks that share each matrix.
+        reshard: gathered parameters are dropped after forward.
+        offload: what is sharded lies in the host's memory.
+        fused: the optimiser step is one kernel.
+    """
+
+    strategy: str
+    shards: int
+    tensor: int = 1
+    reshard: bool = True
+    offload: bool = False
+    fused: bool = True
+
+    @classmethod
+    def of(cls, settings: TrainingConfig, workers: int) -> Layout:
+        """What `settings` mean for so many workers."""
+        sharded = settings.strategy not in ("single", "ddp")
+        return cls(strategy=settings.strategy, shards=workers if sharded else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Bytes of one rank.
+
+    Attributes:
+        terms: by term (`ADVICE`), at the moment when most is held; together the device's peak.
+        moment: which moment that is.
+        host: bytes in the host's memory besides, where states are offloaded.
+        checkpoint: bytes of one checkpoint, of all ranks.
+        export: bytes of the exported model.
+        parameters: number of them in the whole model.
+    """
+
+    terms: dict[str, int]
+    moment: str
+    host: int
+    checkpoint: int
+    export: int
+    parameters: int
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.terms.values())
+
+    @property
+    def dominant(self) -> str:
+        """The largest term."""
+        return max(self.terms, key=lambda name: self.terms[name])
+
+    @property
+    def advice(self) -> str:
+        """What makes the largest term smaller."""
+        return ADVICE[self.dominant]
+
+
+def estimate(
+    architecture: Callable[[], Any],
+    settings: TrainingConfig,
+    *,
+    workers: int,
+    gpu: bool,
+    layout: Layout | None = None,
+) -> Estimate:
+    """Estimate the peak of one rank in a usual step: tensors, without allocator and runtime.
+
+    Args:
+        architecture: makes the transformers configuration of the base (`model.architecture`).
+        workers: ranks of the run.
+        gpu: whether they compute on GPUs; decides what precision `auto` is.
+        layout: by default what `settings` say.
+    """
+    layout = layout or Layout.of(settings, workers)
+    name = settings.precision
+    if name == "auto":
+        name = "bfloat16" if gpu else "float32"
+    precision = Precision.of(name, torch.device("cpu"))
+    whole, tensor = layout.strategy in ("single", "ddp"), layout.tensor
+    config = architecture()
+    full = trace(config, settings, precision, whole)
+    traced = full if tensor == 1 else trace(_share(config, tensor), settings, precision, whole)
+    step = _Step(
+        traced,
+        blocks=config.num_hidden_layers,
+        stored=precision.params.itemsize,
+        compute=precision.compute.itemsize,
+        accumulates=-(-settings.micro_batches * tensor // workers) > 1,
+        fused=layout.fused,
+    )
+    if whole:
+        moments = step.whole(buckets=layout.strategy == "ddp")
+    else:
+        moments = step.sharded(layout.shards, keep=not layout.reshard)
+    host = 0
+    if layout.offload:
+        host = sum(moments["update"][t] for t in ("parameters", "gradients", "optimiser"))
+        for terms in moments.values():
+            terms["parameters"] = terms["optimiser"] = 0
+        moments["update"] = {}
+    moment = max(moments, key=lambda m: sum(moments[m].values()))
+    parameters = full.parameters.at(config.num_hidden_layers)
+    return Estimate(
+        terms={term: moments[moment].get(term, 0) for term in ADVICE},
+        moment=moment,
+        host=host,
+        checkpoint=parameters * precision.params.itemsize * (1 + STATES),
+        export=parameters * 4,
+        parameters=parameters,
+    )
+
+
+class _Step:
+    """Terms at the moments of a step that may be its worst."""
+
+    def __init__(
+        self,
+        traced: Trace,
+        *,
+        blocks: int,
+        stored: int,
+        compute: int,
+        accumulates: bool,
+        fused: bool,
+    ) -> None:
+        self.count = traced.parameters.at(blocks)
+        self.root, self.block = traced.root, traced.parameters.each
+        self.blocks, self.stored, self.compute = blocks, stored, compute
+        self.accumulates = accumulates
+        self.update = 0 if fused else self.count * stored  # foreach keeps the denominators
+        # Of all that lives at the peak, what the blocks add is activations.
+        self.activations = traced.head.each * blocks
+        self.head = traced.head.at(blocks) - self.activations
+        self.in_blocks = traced.blocks.at(blocks)
+        self.last = traced.last.at(blocks)
+
+    def whole(self, *, buckets: bool) -> dict[str, dict[str, int]]:
+        """Every rank has all: `single` and `ddp`.
+
+        DDP's gradients live in its buckets; those of micro-batches that are not reduced yet are
+        accumulated beside them.
+        """
+        every = self.count * self.stored
+        held = {"parameters": every, "optimiser": STATES * every}
+        before = every * (int(self.accumulates) + int(buckets))
+        ready = every * (1 + int(buckets and self.accumulates))
+        in_root = max(before, self.root * self.stored)
+        return {
+            "loss": {
+                **held,
+                "gradients": before,
+                "activations": self.activations,
+                "logits and loss": self.head,
+            },
+            "backward": {**held, "gradients": in_root, "activations": self.in_blocks},
+            "end of backward": {**held, "gradients": ready, "activations": self.last},
+            "update": {**held, "gradients": every, "optimiser": STATES * every + self.update},
+        }
+
+    def sharded(self, shards: int, *, keep: bool) -> dict[str, dict[str, int]]:
+        """FSDP: shards of all, gathered when needed; whole gradients while they accumulate."""
+        every = self.count * self.stored // shards
+        held = {"parameters": every, "optimiser": STATES * every}
+        whole = self.count * self.stored if self.accumulates else 0
+        gathered = self.root + (self.blocks if keep else min(2, self.blocks)) * self.block
+        gathered *= self.compute
+        unit = max(self.block, self.root)
+        # In flight: a block's gradients, their copy to be reduced and the one before it; where they
+        # are added up in another dtype, a third.
+        numbers = 2 + int(self.accumulates and self.compute != self.stored)
+        flight = self.block * (self.compute + numbers * self.stored)
+        return {
+            "loss": {
+                **held,
+                "gradients": whole,
+                "gathered": gathered,
+                "activations": self.activations,
+                "logits and loss": self.head,
+            },
+            "backward": {
+                **held,
+                "gradients": whole or self.root * self.compute,
+                "gathered": gathered,
+                "activations": self.in_blocks,
+                "reduction": flight,
+            },
+            "end of backward": {
+                **held,
+                "gradients": every + (self.root * self.stored if whole else 0),
+                "gathered": self.root * self.compute,
+                "activations": self.last,
+                "reduction": unit * (self.compute + self.stored),
+            },
+            "update": {
+                **held,
+                "gradients": every,
+                "optimiser": STATES * every + self.update // shards,
+            },
+        }
+
+
+def _share(config: Any, tensor: int) -> Any:
+    """The configuration of what one of `tensor` ranks computes of each matrix."""
+    heads, width = config.num_attention_heads, config.hidden_size
+    shared = type(config)(**config.to_dict())
+    shared.head_dim = getattr(config, "head_dim", None) or width // heads
+    shared.num_attention_heads = heads // tensor
+    shared.num_key_value_heads = config.num_key_value_heads // tensor
+    shared.intermediate_size = config.intermediate_size // tensor
+    shared.vocab_size = -(-config.vocab_size // tensor)
+    return shared
