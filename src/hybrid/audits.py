@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hybrid.audit import history
 from hybrid.audit.level import LEVELS
+from hybrid.audit.proof import NO_TRUST, Trust
 
 if TYPE_CHECKING:
     from hybrid.audit.conduct import NodeResult
@@ -41,16 +42,18 @@ def judged(
     folder: Path,
     level: str,
     earlier: Sequence[NodeReport] = (),
+    sold_as: str | None = None,
 ) -> list[NodeReport]:
     """Hold every node against the table of GPUs and against its own past, and keep what was found.
 
     Args:
         folder: where audits are kept, by node.
         earlier: an audit to compare with in place of the last that was kept.
+        sold_as: see `verdict.judge`.
     """
     done, when = [], time.time()
     for result in results:
-        node = _judge(result, earlier, history.previous(folder, result.name))
+        node = _judge(result, earlier, sold_as, history.previous(folder, result.name))
         result.findings = list(node.verdict.findings)
         history.save(folder, result, level=level, when=when)
         done.append(node)
@@ -58,7 +61,10 @@ def judged(
 
 
 def _judge(
-    result: NodeResult, earlier: Sequence[NodeReport], kept: NodeResult | None = None
+    result: NodeResult,
+    earlier: Sequence[NodeReport],
+    sold_as: str | None = None,
+    kept: NodeResult | None = None,
 ) -> NodeReport:
     """One node's verdict, with what an earlier audit said of it or of its GPUs."""
     from hybrid.audit.report import NodeReport, earlier_of, handed_back
@@ -71,11 +77,14 @@ def _judge(
         load_specs(),
         before.readings if before else None,
         findings=[*result.findings, *handed_back(result, earlier)],
+        sold_as=sold_as,
     )
     return NodeReport(result=result, verdict=verdict, previous=before)
 
 
-def read_saved(paths: Sequence[Path], earlier: Sequence[NodeReport] = ()) -> list[NodeReport]:
+def read_saved(
+    paths: Sequence[Path], earlier: Sequence[NodeReport] = (), sold_as: str | None = None
+) -> list[NodeReport]:
     """Judge saved outputs: each path is one node, a file or a folder of them. Nothing is measured.
 
     Raises:
@@ -83,6 +92,7 @@ def read_saved(paths: Sequence[Path], earlier: Sequence[NodeReport] = ()) -> lis
     """
     from hybrid.audit.captures import capture_files, read_capture_file
     from hybrid.audit.conduct import NodeResult
+    from hybrid.audit.judgement import of_node
 
     results = [
         NodeResult(
@@ -91,7 +101,9 @@ def read_saved(paths: Sequence[Path], earlier: Sequence[NodeReport] = ()) -> lis
         )
         for path in paths
     ]
-    return [_judge(result, earlier) for result in results]
+    for result in results:
+        result.findings = of_node(result)
+    return [_judge(result, earlier, sold_as) for result in results]
 
 
 def audit(
@@ -100,6 +112,10 @@ def audit(
     level: str = "quick",
     pool: PoolName = "gpu",
     earlier: Sequence[NodeReport] = (),
+    sold_as: str | None = None,
+    cores: float | None = None,
+    memory_bytes: int | None = None,
+    trust: Trust = NO_TRUST,
     on_progress: Progress | None = None,
 ) -> list[NodeReport]:
     """Audit the nodes of the cluster that is there, or this machine when there is none.
@@ -109,24 +125,30 @@ def audit(
         level: "quick" (a minute) or "full".
         pool: which nodes of a cluster.
         earlier: an audit to compare with in place of the last that was kept.
+        sold_as: what the GPUs are sold as; None: what they claim to be.
+        cores, memory_bytes: what each node is sold with; None: what it claims to have.
+        trust: with what the seller's own proof is checked.
         on_progress: called with {"node", "device", "probe", "outcome"} after each step.
 
     Raises:
-        PlacementError: the pool has no node. MissingExtra: the driver has no torch.
+        PlacementError: the pool has no node.
     """
     folder = (project.config.run.dir if project else Path(".hybrid")) / FOLDER
     chosen = LEVELS[level]
+    options: dict[str, Any] = {
+        "cores": cores, "memory_bytes": memory_bytes, "trust": trust, "on_progress": on_progress
+    }  # fmt: skip
     local = project is not None and project.local.state() is not None
     if not local and "RAY_ADDRESS" not in os.environ and not _connected():
         from hybrid.audit.run import audit_here
 
-        results = audit_here(chosen, on_progress=on_progress)
+        results = audit_here(chosen, **options)
     else:
         with _ray(project):
             from hybrid.audit.cluster import audit_cluster
 
-            results = audit_cluster(chosen, pool=pool, on_progress=on_progress)
-    return judged(results, folder, level, earlier)
+            results = audit_cluster(chosen, pool=pool, **options)
+    return judged(results, folder, level, earlier, sold_as)
 
 
 def gate(project: Project, on_progress: Progress | None = None) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,6 +55,24 @@ def audit(
     usd_per_hour: Annotated[
         float | None, typer.Option(min=0, help="What one node costs, for the loss in money.")
     ] = None,
+    sold_as: Annotated[
+        str | None, typer.Option(help='What every GPU is sold as, e.g. "A100 80GB".')
+    ] = None,
+    sold_cores: Annotated[
+        float | None, typer.Option(min=0, help="The cores (vCPUs) that every node is sold with.")
+    ] = None,
+    sold_memory_gib: Annotated[
+        float | None, typer.Option(min=0, help="The memory that every node is sold with.")
+    ] = None,
+    aws_certificate: Annotated[
+        Path | None, typer.Option(help="PEM to check AWS's signed documents with.")
+    ] = None,
+    gcp_keys: Annotated[
+        Path | None, typer.Option(help="JSON key set to check Google's tokens with.")
+    ] = None,
+    azure_certificates: Annotated[
+        Path | None, typer.Option(help="PEM to check Azure's signed documents with.")
+    ] = None,
     compare: Annotated[
         Path | None, typer.Option(help="An earlier --json file, in place of the last audit kept.")
     ] = None,
@@ -63,15 +80,23 @@ def audit(
     """Is this the hardware that is paid for, and is it well? Every node and every GPU at once."""
     from hybrid import audits
     from hybrid.audit import report
+    from hybrid.audit.proof import Trust
 
     p = project.open(config) if config.exists() or config != Path("hybrid.yaml") else None
-    earlier = report.read_document(compare) if compare is not None else []
+    options: dict[str, Any] = {
+        "earlier": report.read_document(compare) if compare is not None else [],
+        "sold_as": sold_as,
+    }
+    trust = Trust(aws=aws_certificate, gcp=gcp_keys, azure=azure_certificates)
+    trust.check()
     when, level = time.time(), "full" if full else "quick"
     if from_smi:
-        level, nodes = "saved outputs", audits.read_saved(from_smi, earlier)
+        level, nodes = "saved outputs", audits.read_saved(from_smi, **options)
     else:
-        nodes = _measured(p, level, pool, earlier)
-    options: dict[str, Any] = {"when": when, "usd_per_hour": usd_per_hour}
+        memory = None if sold_memory_gib is None else int(sold_memory_gib * 2**30)
+        options |= {"cores": sold_cores, "memory_bytes": memory, "trust": trust}
+        nodes = _measured(p, level=level, pool=pool.value, **options)
+    options = {"when": when, "usd_per_hour": usd_per_hour}
     if html is not None:
         from hybrid.audit.report_html import to_html
 
@@ -88,7 +113,11 @@ def audit(
         else:
             Path(json_file).write_text(text, encoding="utf-8")
     if json_file != "-":
-        out.print(report.table(nodes))
+        from hybrid.audit.report_terminal import figures, table
+
+        out.print(table(nodes))
+        for line in filter(None, map(figures, nodes)):
+            out.print(line, markup=False)
         for cost in money.values():
             lost = cost.usd_lost_per_hour
             out.print(
@@ -100,9 +129,7 @@ def audit(
         raise typer.Exit(1)
 
 
-def _measured(
-    p: project.Project | None, level: str, pool: PoolChoice, earlier: Sequence[NodeReport]
-) -> list[NodeReport]:
+def _measured(p: project.Project | None, **options: Any) -> list[NodeReport]:
     from hybrid import audits
 
     done = 0
@@ -114,4 +141,4 @@ def _measured(
             status.update(f"{done} steps done; {record['node']} {record['device']}: "
                           f"{record['probe']} {record['outcome']}")  # fmt: skip
 
-        return audits.audit(p, level=level, pool=pool.value, earlier=earlier, on_progress=show)
+        return audits.audit(p, on_progress=show, **options)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from honest import measured_of, sku
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from hybrid.audit.captures import read_capture, read_capture_file
 from hybrid.audit.reading import Reading
 from hybrid.audit.specs import load_specs
 from hybrid.audit.verdict import NodeVerdict, judge
+from hybrid.audits import read_saved
 from hybrid.errors import DataError
 
 FOLDER = Path(__file__).parent / "captures"
@@ -32,6 +34,20 @@ def test_every_saved_output_is_read_and_nothing_genuine_is_accused(path: Path) -
     verdict = judge(readings, SPECS)
     assert verdict.identity == "unknown", "claims alone prove nothing, and contradict nothing here"
     assert (verdict.health == "unfit") == path.stem.startswith("16_"), verdict.findings
+
+
+def test_the_saved_curve_that_collapses_is_a_finding() -> None:
+    [path] = FOLDER.glob("20_*")
+    [node] = read_saved([path])
+    [found] = node.verdict.findings
+    assert (found.kind, node.verdict.health) == ("collective-collapse", "degraded")
+    assert found.readings[0].name == "collective.class"
+    assert "peaks at 27.5 with 32 MiB" in found.text  # GiB/s: 29.5 GB/s in the report
+    lines = path.read_text(encoding="utf-8").splitlines()
+    wrong = "\n".join([*lines[:5], lines[5].replace("      0", "      7", 1), *lines[6:]])
+    assert {r.value for r in read_capture(wrong.encode()) if r.name == "collective.errors"} == {7}
+    rising = "\n".join(lines[:8]).encode()
+    assert {r.value for r in read_capture(rising) if r.name == "collective.class"} == {"healthy"}
 
 
 def test_known_false_alarms_do_not_fire() -> None:
@@ -61,6 +77,9 @@ def test_a_doctored_output_is_contradicted_by_the_reading_that_gives_it_away(
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_damage_is_an_error_or_unknown_but_never_genuine(data: st.DataObject) -> None:
+    """Neither alone, nor beside measurements of an A100 of which one that is needed lacks."""
+    lacking = data.draw(st.sampled_from(("sm_count", "memory_bytes", "memory_gib_s")))
+    measured = [r for r in measured_of(sku("A100-SXM4-80GB")) if not r.name.endswith(lacking)]
     raw = data.draw(st.sampled_from(CAPTURES)).read_bytes()
     how = data.draw(st.sampled_from(("cut", "shuffle", "corrupt")))
     if how == "cut":
@@ -72,10 +91,11 @@ def test_damage_is_an_error_or_unknown_but_never_genuine(data: st.DataObject) ->
             at = data.draw(st.integers(0, len(raw) - 1))
             raw = raw[:at] + bytes([data.draw(st.integers(0, 255))]) + raw[at + 1 :]
     try:
-        verdict = judged(raw)
+        readings = read_capture(raw)
     except DataError:
         return
-    assert verdict.identity != "genuine"
+    for added in ([], measured):
+        assert judge([*readings, *added], SPECS).identity != "genuine"
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 100, b"NVIDIA-SMI has", "Ω≠".encode() * 50])

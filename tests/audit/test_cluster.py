@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from lying_devices import TINY
 
+from hybrid.audit.cluster import audit_cluster
 from hybrid.audit.level import LEVELS, MIB
 from hybrid.audit.report import NodeReport
 from hybrid.audits import audit, failed, gate
@@ -30,20 +32,27 @@ pytestmark = [
 ]
 
 
+def halve(pid: int, core: int) -> None:
+    """Bind every thread of a process, and of all beneath it, to one core."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        # Threads and children may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.sched_setaffinity(int(task.name), {core})
+            for child in (task / "children").read_text().split():
+                halve(int(child), core)
+
+
 @pytest.fixture(scope="module")
 def slowed(ray_cluster: Any) -> Iterator[str]:
     """Ray's id of another gpu node, all processes of which share one core."""
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(allowed)})  # of this thread, and of what it starts
-    try:
-        node = ray_cluster.cluster.add_node(
-            num_cpus=4,
-            resources=GPU.resources(4),
-            labels=GPU.labels(),
-            object_store_memory=OBJECT_STORE,
-        )
-    finally:
-        os.sched_setaffinity(0, allowed)
+    node = ray_cluster.cluster.add_node(
+        num_cpus=4,
+        resources=GPU.resources(4),
+        labels=GPU.labels(),
+        object_store_memory=OBJECT_STORE,
+    )
+    (raylet,) = node.all_processes["raylet"]
+    halve(raylet.process.pid, min(os.sched_getaffinity(0)))
     yield node.node_id
     ray_cluster.cluster.remove_node(node)
 
@@ -128,6 +137,22 @@ def test_a_warning_leaves_no_node_out(
     said: list[str] = []
     assert gate(Project(config), lambda record: said.append(record["message"])) == {}
     assert "used all the same" in said[-1]
+
+
+@pytest.mark.parametrize(("cores", "gib", "missing"), [(1, 1, []), (96, 1 << 20, ["cores-missing",
+                                                       "memory-missing"])])  # fmt: skip
+def test_agents_nodes_are_held_against_what_is_paid_for(
+    ray_cluster: Any, cores: int, gib: int, missing: list[str]
+) -> None:
+    """By the probes that need no torch, which agents' nodes do not have."""
+    [node] = audit_cluster(TINY, pool="agents", devices=(), cores=cores, memory_bytes=gib << 30)
+    assert (node.pool, node.lost, node.devices) == ("agents", None, [])
+    assert [f.kind for f in node.findings if f.kind != "busy"] == missing
+    assert {f.readings[0].name for f in node.findings if f.kind in missing} == {
+        f"cpu.{k.replace('memory-missing', 'memory_bytes').replace('cores-missing', 'cores')}"
+        "_measured"
+        for k in missing
+    }
 
 
 @pytest.mark.full

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid.audit.collectives import bus_bandwidth, classify, rounds, transport
+from hybrid.audit.collectives import rounds
+from hybrid.audit.curves import bus_bandwidth, classify, transport
 
 MIB = 2**20
 COLLAPSES = """

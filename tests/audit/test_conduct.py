@@ -90,6 +90,7 @@ def test_cores_and_memory_that_are_not_there() -> None:
         readings=[
             reading("cpu.cores_claimed", 176),
             reading("cpu.cores_measured", 20),
+            reading("cpu.cores_obtained", 12),
             reading("cpu.memory_bytes_claimed", 4 << 30),
             reading("cpu.memory_bytes_measured", 2 << 30),
             reading("cpu.steal_fraction", 0.4),
@@ -99,6 +100,7 @@ def test_cores_and_memory_that_are_not_there() -> None:
         "cores-missing": "contradicted",
         "memory-missing": "contradicted",
         "stolen-time": "degraded",
+        "busy": "note",
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hybrid.audit import cpu, host
@@ -97,6 +97,10 @@ def test_stolen_time(tmp_path: Path) -> None:
     assert host.busy(before, after) == pytest.approx(0.8)
 
 
+@example(text="0\x85:")
+@example(text="cpu " + "٣ " * 10)
+@example(text="9" * 5000)
+@example(text="7-3")
 @given(text=st.text(max_size=200))
 def test_damaged_files_of_the_kernel_are_unknown_and_no_crash(
     tmp_path_factory: pytest.TempPathFactory, text: str
@@ -117,8 +121,10 @@ def test_damaged_files_of_the_kernel_are_unknown_and_no_crash(
 def test_cores_are_those_one_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "online_cores", lambda: 8)
     monkeypatch.setattr(host, "affinity", lambda: 1)
-    found = {r.name: r.value for r in cpu.cores(16, 0.02, rounds=1)}
+    found = {r.name: r.value for r in cpu.cores(None, 0.02, rounds=1, slots=16)}
     assert found["cpu.cores_claimed"] == 8  # more are only a scheduler's slots
+    [claimed] = [r for r in cpu.cores(16, 0.02, rounds=1, slots=4) if r.name.endswith("claimed")]
+    assert claimed.value == 16  # what is paid for is a claim, whatever the kernel shows
     assert isinstance(found["cpu.cores_measured"], float)
     assert found["cpu.cores_measured"] <= 1
     assert found["cpu.sha256_gib_s"]

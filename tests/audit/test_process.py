@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import termios
 import threading
 import time
@@ -16,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from hybrid.audit.process import ProbeFailed, ProbeProcess
-
-HERE = str(Path(__file__).parent)
+from hybrid.audit.worker import HOST_PROBES
 
 
 def kill_once_asked(process: subprocess.Popen[bytes]) -> None:
@@ -83,3 +83,21 @@ def test_what_a_probe_raises_comes_back_and_the_process_lives() -> None:
         assert process.call({"do": "open"}, 30) == ({}, b"")
     finally:
         process.close()
+
+
+def test_a_node_without_torch_is_audited_by_what_needs_none(tmp_path: Path) -> None:
+    from lying_devices import TINY
+
+    from hybrid.audit.conduct import Conductor
+    from hybrid.audit.run import LocalMember, Plan
+
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('torch')")
+    path = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
+    plan = Plan(level=TINY, cores=1, memory_bytes=1 << 20, environment={"PYTHONPATH": path})
+    (node,) = Conductor([LocalMember(plan, "agent")], TINY).run()
+    assert node.devices == [] and {f.kind for f in node.findings} <= {"busy"}
+    values = {r.name: r.value for r in node.readings}
+    assert values["cpu.cores_claimed"] == 1
+    assert values["cpu.memory_errors"] == 0
+    assert {values[f"probe.{p}.outcome"] for p in HOST_PROBES} == {"done"}
+    assert "probe.open.outcome" not in values

@@ -6,9 +6,11 @@ lie has to be told everywhere at once; verdict.py compares.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -59,21 +61,27 @@ def gather(
 def _run(
     command: list[str], environment: Mapping[str, str], timeout_s: float
 ) -> tuple[str, str | None]:
-    """(stdout and stderr, why there is no answer) of a program; ("", None) where it is absent."""
+    """(stdout with stderr, why there is no answer) of a program; ("", None) where it is absent."""
     try:
-        done = subprocess.run(
-            command, env=dict(environment), capture_output=True, timeout=timeout_s, check=False
-        )
+        process = subprocess.Popen(
+            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
     except FileNotFoundError:
         return "", None
-    except subprocess.TimeoutExpired:
-        return "", f"{command[0]} did not answer within {timeout_s:g} s"
     except OSError as e:
         return "", f"{command[0]}: {e.strerror}"
-    text = (done.stdout + done.stderr).decode("utf-8", "replace")
-    if done.returncode != 0:
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # a wrapper's children too
+        process.communicate()
+        return "", f"{command[0]} did not answer within {timeout_s:g} s"
+    text = (output + errors).decode("utf-8", "replace")
+    if process.returncode != 0:
         last = text.strip().splitlines()[-1] if text.strip() else "no output"
-        return text, f"{command[0]} ended with {done.returncode}: {last[:200]}"
+        return text, f"{command[0]} ended with {process.returncode}: {last[:200]}"
     return text, None
 
 

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hybrid._ray_compat import draining_nodes
 from hybrid.audit.conduct import Conductor, NodeResult, OnProgress
 from hybrid.audit.level import Level
+from hybrid.audit.proof import NO_TRUST, Trust
 from hybrid.audit.run import Machine, Plan
 from hybrid.errors import PlacementError
 from hybrid.pools import LABEL
@@ -81,33 +82,42 @@ def audit_cluster(
     *,
     pool: PoolName = "gpu",
     devices: tuple[str, ...] | None = None,
+    cores: float | None = None,
+    memory_bytes: int | None = None,
+    trust: Trust = NO_TRUST,
     on_progress: OnProgress | None = None,
 ) -> list[NodeResult]:
     """Audit every node of a pool at once. Ray must be initialised.
 
-    What a node claims is what it joined the cluster with: its CPUs and its memory.
+    What a node claims, where it is not said here, is what it joined the cluster with: CPUs and
+    memory. Of nodes that share a machine CPUs are slots: Ray is told of more than there are.
 
     Args:
         level: the budgets.
         pool: which nodes.
         devices: specs on every node; None: each node's GPUs, else its CPU.
+        cores, memory_bytes: what each node is paid for.
+        trust: with what the seller's own proof is checked.
         on_progress: see `audit_here`.
 
     Raises:
         PlacementError: no such node.
     """
     nodes = nodes_of(pool)
-    shared = Counter(n["NodeManagerHostname"] for n in nodes)
+    shared = Counter(n["NodeManagerHostname"] for n in ray.nodes() if n["Alive"])
     members = []
     for node in nodes:
         name = node["NodeManagerHostname"]
         if shared[name] > 1:
             name = f"{name}-{node['NodeID'][:8]}"
-        plan = Plan(level=level, devices=devices, **_claims(node["Resources"]))
+        resources = node["Resources"]
+        cpus, memory = resources.get("CPU"), int(resources.get("memory", 0)) or None
+        plan = Plan(
+            level=level,
+            devices=devices,
+            cores=cpus if cores is None and shared[node["NodeManagerHostname"]] == 1 else cores,
+            memory_bytes=memory if memory_bytes is None else memory_bytes,
+            slots=cpus,
+        )
         members.append(RayMember(node, name, plan))
-    return Conductor(members, level, on_progress=on_progress).run()
-
-
-def _claims(resources: dict[str, float]) -> dict[str, Any]:
-    memory = resources.get("memory", 0.0) + resources.get("object_store_memory", 0.0)
-    return {"cores": resources.get("CPU"), "memory_bytes": int(memory) or None}
+    return Conductor(members, level, trust=trust, on_progress=on_progress).run()

@@ -1,18 +1,12 @@
-"""All-reduce over all nodes (NCCL or gloo), its correctness, and what its curve says.
-
-Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md there): algorithm bandwidth is the size
-of the buffer over the time, bus bandwidth is that times 2 (n - 1) / n, which compares with the
-speed of the links whatever the number of ranks.
-"""
+"""All-reduce over all nodes (NCCL or gloo) and exchanges between pairs: one rank's part."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +15,6 @@ from hybrid.audit.device import Device
 from hybrid.audit.level import Level
 from hybrid.audit.timing import GIB, MIB
 
-CurveClass = Literal["healthy", "early-plateau", "collapse", "socket", "unknown"]
 _REPEATS = 20
 _WORDS = 251  # a prime, so that the pattern fits no power of two
 
@@ -44,11 +37,6 @@ class Ring:
     interface: str | None
     timeout_s: float
     group: tuple[int, ...]
-
-
-def bus_bandwidth(nbytes: int, seconds: float, world: int) -> float:
-    """GiB/s of an all-reduce over the links, as nccl-tests defines it."""
-    return nbytes / GIB / seconds * 2 * (world - 1) / world
 
 
 def sweep(device: Device, ring: Ring, level: Level) -> dict[str, Any]:
@@ -155,46 +143,3 @@ def _exchange(device: Device, mine: torch.Tensor, theirs: torch.Tensor, other: i
         request.wait()
     device.synchronize()
     return time.perf_counter() - start
-
-
-def classify(
-    curve: Sequence[tuple[float, float]], nominal: float | None = None
-) -> tuple[CurveClass, str]:
-    """What a curve of (bytes, bus bandwidth) says, and in a sentence why.
-
-    Bus bandwidth above the nominal speed is no fault: with NVLS the switch adds, and data crosses
-    the links fewer times than the definition assumes. The first 2 MiB are latency and say nothing.
-
-    Args:
-        curve: sizes ascending; any unit, the same as `nominal`'s.
-        nominal: the speed of the slowest link that is paid for; None: unknown, and then only the
-            curve's own shape is judged.
-    """
-    points = [(size, rate) for size, rate in curve if size > 0 and rate > 0]
-    if len(points) < 3:
-        return "unknown", "fewer than three sizes"
-    top_size, top = max(points, key=lambda p: p[1])
-    tail = statistics.median(rate for _, rate in points[-3:])
-    mib = top_size / MIB
-    if tail < 0.5 * top and top_size < points[-1][0] and top_size >= 4 * MIB:
-        return "collapse", (
-            f"it peaks at {top:.3g} with {mib:.0f} MiB and falls to {tail:.3g} for larger buffers"
-        )
-    if nominal is None or top >= 0.6 * nominal:
-        return "healthy", f"it reaches {top:.3g}"
-    share = f"{top:.3g} is {100 * top / nominal:.0f} % of {nominal:.3g}"
-    if top < 0.15 * nominal:
-        return "socket", f"{share}: as over an ordinary network socket instead of the fabric"
-    soon = next(size for size, rate in points if rate >= 0.9 * top)
-    if soon <= points[-1][0] / 16:
-        return "early-plateau", f"{share}, reached with {soon / MIB:.0f} MiB and not exceeded"
-    return "healthy", f"{share}, still rising with {points[-1][0] / MIB:.0f} MiB"
-
-
-def transport(log: str) -> str | None:
-    """What NCCL's own log (NCCL_DEBUG=INFO) says it uses between nodes: "IB", "Socket", …"""
-    for line in log.splitlines():
-        _, found, rest = line.partition("Using network ")
-        if found and rest.split():
-            return rest.split()[0]
-    return None

@@ -20,14 +20,13 @@ from typing import Any, Protocol
 
 from hybrid.audit.level import Level
 from hybrid.audit.process import ProbeFailed
-from hybrid.audit.proof import Trust
+from hybrid.audit.proof import NO_TRUST, Trust
 from hybrid.audit.reading import Finding, Reading
 from hybrid.audit.wire import reading_from_json
-from hybrid.audit.worker import DEVICE_PROBES, HOST_PROBES
+from hybrid.audit.worker import DEVICE_PROBES, HOST_PROBES, LINK_PROBES
 
 GRACE_S = 10.0
 START_S = 90.0
-NO_TRUST = Trust()
 OnProgress = Callable[[dict[str, Any]], None]
 
 
@@ -97,7 +96,7 @@ class Conductor:
 
     def run(self) -> list[NodeResult]:
         """Everything, in order of members. Raises nothing for what a node does or fails to do."""
-        from hybrid.audit import judgement, rally
+        from hybrid.audit import judgement, network, rally
 
         try:
             self.everywhere(self.describe)
@@ -106,7 +105,7 @@ class Conductor:
             self._turns = {boot: threading.Lock() for boot, n in hosts.items() if n > 1}
             self.everywhere(self._probe_all)
             rally.challenge_all(self)
-            rally.collect_all(self)
+            network.collect_all(self)
             for result in self.results:
                 result.findings += judgement.of_node(result)
             judgement.of_peers(self.results)
@@ -189,14 +188,17 @@ class Conductor:
         result.fabric_gib_s = told["fabric_gib_s"]
 
     def _probe_all(self, i: int) -> None:
-        """Host probes one after the other, then all devices at once, each its probes in order."""
+        """The host, then all devices at once, then the links of one device after the other."""
         result = self.results[i]
         self._proof(i)
         for name in HOST_PROBES:
             self._probe(i, "host", name)
         if result.devices:
             with ThreadPoolExecutor(max_workers=len(result.devices)) as threads:
-                list(threads.map(lambda device: self._probe_device(i, device), result.devices))
+                opened = list(threads.map(lambda d: self._probe_device(i, d), result.devices))
+            for device, is_open in zip(result.devices, opened, strict=True):
+                for name in LINK_PROBES if is_open else ():
+                    self._probe(i, device, name)
 
     def _proof(self, i: int) -> None:
         """The cloud's signed word on the machine, checked here."""
@@ -207,11 +209,13 @@ class Conductor:
         if signed is not None:
             self.results[i].readings += proof.verify(signed, self.trust, nonce)
 
-    def _probe_device(self, i: int, device: str) -> None:
+    def _probe_device(self, i: int, device: str) -> bool:
+        """Probe a device in itself. Returns whether it could be opened."""
         if self.attempt(i, device, "open", START_S, "open", device) is None:
-            return
+            return False
         for name in DEVICE_PROBES:
             self._probe(i, device, name)
+        return True
 
     def _probe(self, i: int, device: str, name: str) -> None:
         turn = self._turns.get(self.results[i].boot_id)

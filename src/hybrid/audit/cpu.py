@@ -89,7 +89,9 @@ def cores_seen(seconds: float) -> Sequence[int]:
     return sorted(seen)
 
 
-def cores(claimed: float | None, seconds: float, rounds: int = 3) -> list[Reading]:
+def cores(
+    claimed: float | None, seconds: float, rounds: int = 3, *, slots: float | None = None
+) -> list[Reading]:
     """Whether the claimed cores do work at the same time.
 
     `cpu.cores_obtained` is the CPU time that as many busy threads as cores are claimed get in a
@@ -99,15 +101,17 @@ def cores(claimed: float | None, seconds: float, rounds: int = 3) -> list[Readin
     (two hardware threads of one core gain little, which is not a fault).
 
     Args:
-        claimed: cores paid for (more than the kernel shows are only a scheduler's slots); None:
-            what the kernel shows, within the cgroup's quota.
+        claimed: cores paid for; None: what the kernel shows, within the cgroup's quota.
         seconds: of each of `rounds` rounds; the best counts, for others may be working too.
+        slots: where nobody says what is paid for, a scheduler's slots: a claim as far as the kernel
+            shows as many cores.
     """
     quota, online = host.cpu_quota(), host.online_cores()
-    if claimed is None:
-        claimed = quota if quota is not None else online
-    claimed = min(float(online), claimed)
-    count = max(1, round(claimed))
+    if claimed is None and slots is not None:
+        claimed = min(float(online), slots)
+    elif claimed is None:
+        claimed = quota if quota is not None else float(online)
+    count = max(1, min(online, round(claimed)))
     affinity = host.affinity()
     allowed = float(affinity) if quota is None else min(affinity, quota)
     alone = max(_spin(1, seconds)[1] for _ in range(rounds))

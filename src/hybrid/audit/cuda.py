@@ -41,6 +41,7 @@ class CudaDevice:
         self.bus_id = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
         self._nvml = _nvml_handle(self.bus_id)
         self._chase: cuda_kernels.Kernel | None = None
+        self._table: torch.Tensor | None = None
 
     def attributes(self) -> dict[str, Scalar]:
         """cudaDeviceProp's own words."""
@@ -69,7 +70,8 @@ class CudaDevice:
         return torch.empty(nbytes // 8, dtype=torch.int64, device=self.place)
 
     def release(self) -> None:
-        """Empty torch's cache."""
+        """Empty torch's cache, and ours."""
+        self._table = None
         torch.cuda.empty_cache()
 
     def pinned(self, nbytes: int) -> torch.Tensor:
@@ -113,7 +115,9 @@ class CudaDevice:
         """One thread follows a random cycle over L2 lines, past L1."""
         if self._chase is None:
             self._chase = cuda_kernels.compile_kernel(cuda_kernels.CHASE, "chase")
-        table = cycle(footprint // 4, torch.int32, stride=_LINE // 4).to(self.place)
+        if self._table is None or self._table.nbytes != footprint:
+            self._table = cycle(footprint // 4, torch.int32, stride=_LINE // 4).to(self.place)
+        table = self._table
         at = torch.zeros(1, dtype=torch.int32, device=self.place)
         one = {"grid": (1, 1, 1), "block": (1, 1, 1)}
         table.sum()
@@ -181,9 +185,9 @@ class CudaDevice:
         )
 
     def peers(self) -> Sequence[torch.device]:
-        """All other GPUs that this process sees."""
-        others = (i for i in range(torch.cuda.device_count()) if i != self.index)
-        return [torch.device("cuda", i) for i in others]
+        """All other GPUs that this process sees, from the next one on."""
+        count, own = torch.cuda.device_count(), self.index or 0
+        return [torch.device("cuda", (own + n) % count) for n in range(1, count)]
 
     def reachable_directly(self, peer: torch.device) -> bool:
         """cudaDeviceCanAccessPeer."""

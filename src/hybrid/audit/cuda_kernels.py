@@ -7,10 +7,14 @@ the L2 is of the time a dependent load takes, and the compute capability of whic
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import cpp_extension
 
 ARCHITECTURES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "12.0")
 """Compute capabilities that are tried, oldest first."""
@@ -58,10 +62,27 @@ def compile_kernel(source: str, name: str, capability: str | None = None) -> Ker
 
     Raises:
         RuntimeError: it does not compile, or its binary cannot be loaded on this device.
+        OSError: there is no NVRTC.
     """
+    without_toolkit()
     architecture = capability.replace(".", "") if capability else None
     compiled: Kernel = torch.cuda._compile_kernel(source, name, compute_capability=architecture)
     return compiled
+
+
+def without_toolkit() -> None:
+    """Let torch's compiler work on a node that has the driver and torch's wheels, and no toolkit.
+
+    It asks for the toolkit's include folder, though our kernels include nothing; and it loads NVRTC
+    by name alone, which finds what is loaded already but not what lies in a wheel's folder.
+    """
+    here = Path(torch.__file__).parent
+    if cpp_extension.CUDA_HOME is None:
+        cpp_extension.CUDA_HOME = str(here)
+    candidates = [here / "lib/libcaffe2_nvrtc.so", *here.parent.glob("nvidia/*/lib/libnvrtc.so.*")]
+    for library in candidates:
+        with contextlib.suppress(OSError):  # torch says which it misses, when it looks for it
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def runs_binary_of(capability: str, device: torch.device) -> bool | None:

@@ -223,14 +223,15 @@ def _peers(facts: Facts, gpu: int, sku: Sku | None) -> Iterator[Finding]:
     known = [(v, r) for v, r in rates if v is not None]
     if known:
         slowest, r = min(known, key=lambda x: x[0])
-        low = t.NVLINK_COPY.value * sku.nvlink_total_gbs / 2 * GB / GIB
+        joined, count = sku.nvlink_total_gbs / 2, as_number(links)
+        if count and sku.nvlink_gen is not None:  # boards of four join each pair by a few links
+            joined = min(joined, count * t.NVLINK_GB_S[sku.nvlink_gen])
+        low = t.NVLINK_COPY.value * joined * GB / GIB
         if slowest < low:
             yield finding(
                 "peer-copies-slow", "health", "degraded",
                 f"copies from GPU {gpu} to GPU {r.detail.get('peer')} reach {slowest:.3g} GiB/s;"
-                f" the NVLinks of a {sku.product} carry"
-                f" {sku.nvlink_total_gbs / 2 * GB / GIB:.3g} (a lesser product, links that are"
-                " down, or GPUs joined by a few links only)",
+                f" its NVLinks carry {joined * GB / GIB:.3g}",
                 [r], Expectation(low=low, source=sku.source),
             )  # fmt: skip
 

@@ -67,11 +67,12 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     found = []
     for folder in _upwards(root / "sys/fs/cgroup", unified):
         words = (_text(folder / "cpu.max") or "").split()
-        if len(words) == 2 and words[0].isdecimal() and int(words[1]) > 0:
-            found.append(int(words[0]) / int(words[1]))
+        quota, period = map(_whole, words) if len(words) == 2 else (None, None)
+        if quota is not None and period:
+            found.append(quota / period)
     for folder in _upwards(root / "sys/fs/cgroup/cpu", legacy.get("cpu", "/")):
         quota, period = (_number(folder / f"cpu.cfs_{n}_us") for n in ("quota", "period"))
-        if quota is not None and quota > 0 and period:
+        if quota and period:
             found.append(quota / period)
     return min(found, default=None)
 
@@ -98,8 +99,12 @@ def memory_used(root: Path = ROOT) -> int | None:
 
 
 def _number(path: Path) -> int | None:
-    text = (_text(path) or "").strip()
-    return int(text) if text.removeprefix("-").isdecimal() else None
+    return _whole((_text(path) or "").strip())
+
+
+def _whole(word: str) -> int | None:
+    """A number of the kernel's, of 64 bits at most; None for -1 (no limit) and all else."""
+    return int(word) if word.isascii() and word.isdecimal() and len(word) <= 20 else None
 
 
 def memory_total(root: Path = ROOT) -> int | None:
@@ -120,8 +125,8 @@ def _meminfo(root: Path, key: str) -> int | None:
     for line in (_text(root / "proc/meminfo") or "").splitlines():
         name, _, value = line.partition(":")
         words = value.split()
-        if name == key and words and words[0].isdecimal():
-            return int(words[0]) * 1024
+        if name == key and words and (kib := _whole(words[0])) is not None:
+            return kib * 1024
     return None
 
 
@@ -135,10 +140,11 @@ def online_cores(root: Path = ROOT) -> int:
     listed = (_text(root / "sys/devices/system/cpu/online") or "").strip()
     count = 0
     for part in filter(None, listed.split(",")):
-        first, _, last = part.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
+        ends = part.partition("-")
+        first, last = _whole(ends[0]), _whole(ends[2] or ends[0])
+        if first is None or last is None or last < first:
             return os.cpu_count() or 1
-        count += int(last or first) - int(first) + 1
+        count += last - first + 1
     return count or os.cpu_count() or 1
 
 
@@ -170,9 +176,9 @@ def cpu_times(root: Path = ROOT) -> CpuTimes | None:
     """The counters now; None where there is no /proc/stat."""
     lines = (_text(root / "proc/stat") or "").splitlines()
     words = lines[0].split() if lines else []
-    if len(words) < 9 or words[0] != "cpu" or not all(w.isdecimal() for w in words[1:]):
+    ticks = [n for n in map(_whole, words[1:]) if n is not None]
+    if len(words) < 9 or words[0] != "cpu" or len(ticks) != len(words) - 1:
         return None
-    ticks = [int(w) for w in words[1:]]
     # user and nice hold guest time already (proc(5)), so the last two columns are left out.
     return CpuTimes(total=sum(ticks[:8]), idle=ticks[3] + ticks[4], steal=ticks[7])
 

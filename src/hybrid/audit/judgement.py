@@ -17,6 +17,8 @@ CORES_SHORT = 0.85
 """Share of the claimed cores below which they are missing."""
 MEMORY_SHORT = 0.90
 """Share of the claimed host memory: the kernel keeps a few per cent for itself."""
+BUSY = 0.75
+"""Share of the cores that busy threads must get, or other work is noted."""
 STOLEN = 0.10
 """Share of the time that a hypervisor may give to others before the node is degraded."""
 SHARED_CARD = 1.7
@@ -70,9 +72,11 @@ def _of_outcome(r: Reading) -> Finding | None:
         return None
     severity, what = _OUTCOMES[r.value]
     error = str(r.detail.get("error", ""))
-    if r.value == "failed" and ("CUDA error" in error or "NCCL" in error):
-        severity = "unfit"
     step = r.name.split(".")[1]
+    if r.value == "failed" and "CUDA error" in error:
+        severity = "unfit"
+    elif r.value == "failed" and step == "collectives":
+        severity = "degraded"  # it may only have waited for another, who is found by name
     where = r.detail.get("device", "the node")
     return _finding(
         f"probe-{r.value}", "health", severity, f"{step} on {where} {what}: {error}", [r]
@@ -126,6 +130,17 @@ def _of_host(result: NodeResult) -> list[Finding]:
                     Expectation(low=share * paid, source="claim"),
                 )
             )  # fmt: skip
+    there, got_now = (by_name.get(f"cpu.cores_{n}") for n in ("measured", "obtained"))
+    if there is not None and got_now is not None and there.value and got_now.value is not None:
+        share = float(got_now.value) / float(there.value)
+        if share < BUSY:
+            found.append(
+                _finding(
+                    "busy", "health", "note",
+                    f"other work took {100 * (1 - share):.0f} % of its cores meanwhile: figures are"
+                    " of what was left", [got_now, there],
+                )
+            )  # fmt: skip
     steal = by_name.get("cpu.steal_fraction")
     if steal is not None and isinstance(steal.value, float) and steal.value > STOLEN:
         found.append(
@@ -142,7 +157,8 @@ def _of_collectives(result: NodeResult) -> list[Finding]:
     found = []
     for r in result.readings:
         if r.name == "collective.class" and r.value in ("collapse", "early-plateau", "socket"):
-            text = f"all-reduce over {r.detail.get('nodes')} nodes: {r.value}, {r.detail['why']}"
+            over = f" over {r.detail['nodes']} nodes" if "nodes" in r.detail else ""
+            text = f"all-reduce{over}: {r.value}, {r.detail['why']}"
             found.append(_finding(f"collective-{r.value}", "health", "degraded", text, [r]))
         if r.name == "collective.errors" and r.value:
             text = f"all-reduce gave wrong sums for {r.value} sizes"

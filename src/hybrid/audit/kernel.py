@@ -172,7 +172,7 @@ def _mounts(mountinfo: str) -> list[Reading]:
         fields, kind = left.split(), right.split(" ")[0]
         if len(fields) < 5:
             continue
-        within, point = fields[3], re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), fields[4])
+        within, point = fields[3], re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[4])
         driver = f"/{_DRIVER}"
         if point == driver or point.startswith(driver + "/"):
             runtime = point == driver and kind == "tmpfs"

@@ -19,6 +19,7 @@ class Level:
         cpu_chunk, gpu_chunk: bytes of one timed chunk of memory.
         gpu_memory: share of a GPU's memory that is written and read back.
         latency_loads: dependent loads timed at each footprint.
+        peers: GPUs of its node that each GPU copies to, from the next one on.
         disk: bytes written and read.
         products: matrix products of one challenge on a GPU; a CPU does `cpu_products`.
         repeats: challenges with a common seed, for bit-exactness.
@@ -34,6 +35,7 @@ class Level:
     gpu_chunk: int
     gpu_memory: float
     latency_loads: int
+    peers: int
     disk: int
     products: int
     cpu_products: int
@@ -52,13 +54,14 @@ QUICK = Level(
     gpu_chunk=512 * MIB,
     gpu_memory=0.95,
     latency_loads=50_000,
+    peers=1,
     disk=32 * MIB,
     products=64,
     cpu_products=8,
     repeats=2,
     reduce_bytes=tuple(2**n * MIB for n in range(0, 11, 2)),
     cpu_reduce_bytes=16 * MIB,
-    reduce_s=0.5,
+    reduce_s=0.3,
 )
 FULL = Level(
     name="full",
@@ -69,6 +72,7 @@ FULL = Level(
     gpu_chunk=512 * MIB,
     gpu_memory=0.95,
     latency_loads=400_000,
+    peers=64,
     disk=512 * MIB,
     products=1024,
     cpu_products=64,

@@ -91,7 +91,7 @@ def probe_peers(device: Device, level: Level) -> list[Reading]:
     sent = device.allocate(size)
     write_pattern(sent, 0, 7)
     found = []
-    for peer in device.peers():
+    for peer in device.peers()[: level.peers]:
         arrived = torch.empty_like(sent, device=peer)
         back = torch.empty_like(sent)
 

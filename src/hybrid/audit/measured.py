@@ -128,14 +128,41 @@ def _too_fast_for(facts: Facts, gpu: int, other: Sku) -> bool:
     fastest = max((r for r in rates if r is not None), default=None)
     if fastest is None or other.nvlink_total_gbs is None:
         return False
-    return fastest * GIB / GB > 1.05 * other.nvlink_total_gbs / 2
+    return fastest * GIB / GB > t.NVLINK_EXCESS.value * other.nvlink_total_gbs / 2
 
 
-def against_product(facts: Facts, gpu: int, sku: Sku) -> Iterator[Finding]:
+def against_product(facts: Facts, gpu: int, sku: Sku, specs: Specs) -> Iterator[Finding]:
     """Measurements that the claimed product cannot give."""
+    yield from _nvlink(facts, gpu, sku, specs)
     yield from _silicon(facts, gpu, sku)
     yield from _memory(facts, gpu, sku)
     yield from _speed(facts, gpu, sku)
+
+
+def _nvlink(facts: Facts, gpu: int, sku: Sku, specs: Specs) -> Iterator[Finding]:
+    """Peers joined by just what a lesser product of the same die has: A800, H800."""
+    if sku.nvlink_total_gbs is None:
+        return
+    found = [r for r in facts.all("measured.p2p_gib_s", gpu) if not r.fakeable]
+    fastest = max(found, key=lambda r: as_number(r) or 0.0, default=None)
+    rate = (as_number(fastest) or 0.0) * GIB / GB
+    for other in specs.skus:
+        links = other.nvlink_total_gbs
+        if fastest is None or links is None or other.die != sku.die:
+            continue
+        low, high = (x.value * links / 2 for x in (t.NVLINK_TWIN, t.NVLINK_EXCESS))
+        if links < t.NVLINK_COPY.value * sku.nvlink_total_gbs and low <= rate <= high:
+            yield finding(
+                "nvlink-of-another", "identity", "contradicted",
+                f"copies from GPU {gpu} to its peers reach {rate:.0f} GB/s: that is what the"
+                f" NVLinks of a {other.product} carry; a {sku.product} has"
+                f" {sku.nvlink_total_gbs / 2:g} in each direction",
+                [fastest],
+                Expectation(
+                    low=t.NVLINK_COPY.value * sku.nvlink_total_gbs / 2 * GB / GIB, source=sku.source
+                ),
+            )  # fmt: skip
+            return
 
 
 def _silicon(facts: Facts, gpu: int, sku: Sku) -> Iterator[Finding]:

@@ -143,14 +143,29 @@ def check(document: Signed, trusted: list[x509.Certificate], now: datetime) -> s
         now: aware; certificates must be valid then.
     """
     from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    unreadable = (
+        ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension, x509.InvalidVersion,
+        x509.UnsupportedGeneralNameType,
+    )  # fmt: skip
+    try:
+        brought = [x509.load_der_x509_certificate(c) for c in document.certificates]
+        return _check(document, brought, trusted, now)
+    except unreadable as e:  # the node brings them, and certificates are parsed as they are asked
+        return f"a certificate in it cannot be read: {e}"
+
+
+def _check(
+    document: Signed,
+    brought: list[x509.Certificate],
+    trusted: list[x509.Certificate],
+    now: datetime,
+) -> str | None:
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
-    try:
-        brought = [x509.load_der_x509_certificate(c) for c in document.certificates]
-    except ValueError as e:
-        return f"a certificate in it cannot be read: {e}"
     signer = next((c for c in (*trusted, *brought) if c.serial_number == document.serial), None)
     if signer is None:
         return "the signer's certificate is neither in it nor among the trusted ones"

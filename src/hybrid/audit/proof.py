@@ -8,7 +8,6 @@ sender has such a machine. Google's and Azure's answer a nonce; AWS's can be rel
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import re
 import time
@@ -23,6 +22,7 @@ from hybrid.errors import DataError, MissingExtra
 if TYPE_CHECKING:
     import httpx
     from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import rsa
 
 ENDPOINT = "http://169.254.169.254"
 TIMEOUT_S = 1.0
@@ -46,6 +46,21 @@ class Trust:
     gcp: Path | None = None
     azure: Path | None = None
 
+    def check(self) -> None:
+        """Read every file once, before an audit is paid for.
+
+        Raises:
+            DataError: one is not what it should be. MissingExtra: `cryptography` is not installed.
+        """
+        for path in (self.aws, self.azure):
+            if path is not None:
+                _certificates(path)
+        if self.gcp is not None:
+            _keys(self.gcp)
+
+
+NO_TRUST = Trust()
+
 
 def fetch(nonce: str, *, endpoint: str = ENDPOINT, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
     """Ask this machine's metadata service for what its cloud signs; {} when there is none.
@@ -66,7 +81,9 @@ def fetch(nonce: str, *, endpoint: str = ENDPOINT, timeout_s: float = TIMEOUT_S)
         for ask in (_fetch_aws, _fetch_gcp, _fetch_azure):
             try:
                 found = ask(client, nonce)
-            except (httpx.HTTPError, ValueError):
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                return {}  # all clouds have theirs at one address
+            except (httpx.HTTPError, ValueError, AttributeError):
                 continue
             if found:
                 return found
@@ -109,9 +126,7 @@ def _fetch_azure(client: httpx.Client, nonce: str) -> dict[str, str]:
     return {"cloud": "azure", "signature": signature} if isinstance(signature, str) else {}
 
 
-def verify(
-    proof: dict[str, str], trust: Trust, nonce: str, *, now: datetime | None = None
-) -> list[Reading]:
+def verify(proof: Any, trust: Trust, nonce: str, *, now: datetime | None = None) -> list[Reading]:
     """Check what a node fetched (on the driver).
 
     Returns:
@@ -122,7 +137,7 @@ def verify(
     Raises:
         DataError: a file of `trust` cannot be read. MissingExtra: `cryptography` is not installed.
     """
-    cloud = proof.get("cloud")
+    cloud = proof.get("cloud") if isinstance(proof, dict) else None  # a node may send anything
     if cloud not in ("aws", "gcp", "azure"):
         absent = {"absent": "no metadata service answers with a signed document"}
         return [_say("proof.asked", True, False, **absent)]
@@ -131,7 +146,7 @@ def verify(
     check = {"aws": _aws, "gcp": _gcp, "azure": _azure}[cloud]
     try:
         fields, wrong = check(proof, path, nonce, now)
-    except (KeyError, ValueError, TypeError, DataError, binascii.Error) as e:
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError, DataError) as e:
         if isinstance(e, DataError) and path is not None and str(path) in str(e):
             raise
         fields, wrong = {}, f"a document that cannot be read: {type(e).__name__}: {e}"
@@ -208,20 +223,14 @@ def _gcp(
         return fields, None
     if header.get("alg") != "RS256":
         return fields, f"signed with {header.get('alg')!r}, not RS256"
-    _need_cryptography()
+    keys = _keys(path)
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import padding, rsa
+    from cryptography.hazmat.primitives.asymmetric import padding
 
-    try:
-        keys = json.loads(path.read_text(encoding="utf-8"))["keys"]
-        key = next(k for k in keys if k["kid"] == header.get("kid"))
-        n, e = (int.from_bytes(_b64url(key[x])) for x in ("n", "e"))
-        public = rsa.RSAPublicNumbers(e, n).public_key()
-    except StopIteration:
+    public = keys.get(str(header.get("kid")))
+    if public is None:
         return fields, f"no key {header.get('kid')!r} in {path.name}: fetch Google's keys anew"
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise DataError(f"{path}: not a JSON Web Key Set: {e}") from None
     try:
         public.verify(
             _b64url(signature), f"{head}.{body}".encode(), padding.PKCS1v15(), hashes.SHA256()
@@ -274,6 +283,21 @@ def _word(value: Any) -> str | None:
 
 def _b64url(text: str) -> bytes:
     return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+
+
+def _keys(path: Path) -> dict[str, rsa.RSAPublicKey]:
+    """RSA keys by their ids, of a JSON Web Key Set (RFC 7517)."""
+    _need_cryptography()
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    try:
+        found = {}
+        for key in json.loads(path.read_text(encoding="utf-8"))["keys"]:
+            n, e = (int.from_bytes(_b64url(key[x])) for x in ("n", "e"))
+            found[str(key["kid"])] = rsa.RSAPublicNumbers(e, n).public_key()
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise DataError(f"{path}: not a JSON Web Key Set: {type(e).__name__}: {e}") from None
+    return found
 
 
 def _need_cryptography() -> None:

@@ -1,18 +1,17 @@
-"""What all devices do together: challenges in one window, and collectives."""
+"""Challenges over the whole audit: all devices in one window, timed and checked by the driver."""
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
-import statistics
 import time
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hybrid.audit import host
 from hybrid.audit.conduct import GRACE_S, gpu_of
 from hybrid.audit.reading import Reading
-from hybrid.audit.specs import load_specs
-from hybrid.audit.timing import GIB
 
 if TYPE_CHECKING:
     from hybrid.audit.challenges import Shape
@@ -33,7 +32,7 @@ class Entry:
     lost: bool = False
 
 
-def _ready(conductor: Conductor) -> list[tuple[int, str]]:
+def ready_devices(conductor: Conductor) -> list[tuple[int, str]]:
     """(member, device) of all that opened and still answer."""
     found = []
     for i, result in enumerate(conductor.results):
@@ -47,12 +46,22 @@ def _ready(conductor: Conductor) -> list[tuple[int, str]]:
     return found
 
 
+def has_torch(conductor: Conductor, ready: list[tuple[int, str]], step: str) -> bool:
+    """Whether the driver can check answers; where it cannot, that is noted of every device."""
+    if importlib.util.find_spec("torch") is not None:
+        return True
+    for i, device in ready:
+        text = "the driver has no torch to check answers with (pip install 'hybrid[train]')"
+        conductor.note(i, device, step, "failed", text)
+    return False
+
+
 def challenge_all(conductor: Conductor) -> None:
     """Seeds to all devices at the same moment; answers timed by this clock and checked here."""
     from hybrid.audit import challenges
 
-    ready = _ready(conductor)
-    if not ready:
+    ready = ready_devices(conductor)
+    if not ready or not has_torch(conductor, ready, "challenge"):
         return
     level = conductor.level
 
@@ -110,10 +119,10 @@ def _window(conductor: Conductor, entries: list[Entry]) -> None:
         if error is None:
             entry.fingerprints = future.result()
             continue
-        entry.error, entry.seconds = _why(error), None
+        entry.error, entry.seconds = last_words(error), None
 
 
-def _why(error: BaseException) -> str:
+def last_words(error: BaseException) -> str:
     """The last line of what a node raised, out of Ray's wrapping."""
     text = str(getattr(error, "cause", None) or error).strip()
     return text.splitlines()[-1] if text else type(error).__name__
@@ -123,9 +132,9 @@ def _check(conductor: Conductor, entries: list[Entry]) -> None:
     """Have one product of each answer sent, chosen only now, and check it."""
     from hybrid.audit import challenges
 
-    for entry in entries:
+    def check(entry: Entry) -> None:
         if entry.fingerprints is None:
-            continue
+            return
         t = secrets.randbelow(entry.shape.products)
         revealed = conductor.attempt(
             entry.i, entry.device, "reveal", conductor.level.probe_s, "reveal", entry.device,
@@ -133,9 +142,12 @@ def _check(conductor: Conductor, entries: list[Entry]) -> None:
         )  # fmt: skip
         if revealed is None:
             entry.error = "it could not show a product that it had committed to"
-            continue
+            return
         given = challenges.Answer(entry.fingerprints)
         entry.error = challenges.check(entry.seed, entry.shape, given, t, revealed)
+
+    with ThreadPoolExecutor(max_workers=host.affinity()) as threads:
+        list(threads.map(check, entries))
 
 
 def _record(
@@ -200,107 +212,3 @@ def _usual(entry: Entry, together: list[Entry], repeats: list[list[Entry]]) -> b
             and not (only_correct and checked.error)
         ]
     return max(set(answers), key=answers.count, default=None)
-
-
-def collect_all(conductor: Conductor) -> None:
-    """All-reduce over every device that still answers, and exchanges between every two nodes."""
-    ready = _ready(conductor)
-    # One process group has one backend: NCCL where there are GPUs, else gloo.
-    if any(d.startswith("cuda:") for _, d in ready):
-        ready = [(i, d) for i, d in ready if d.startswith("cuda:")]
-    if len(ready) < 2 or not conductor.level.reduce_bytes:
-        return
-    from hybrid.audit import collectives
-
-    leader = ready[0][0]
-    address = conductor.members[leader].address
-    store = conductor.attempt(leader, "host", "meeting", GRACE_S, "meeting_point", address)
-    if store is None:
-        return
-    nodes = list(dict.fromkeys(i for i, _ in ready))
-    group = tuple(nodes.index(i) for i, _ in ready)
-    timeout_s = conductor.level.probe_s
-    futures = []
-    for rank, (i, device) in enumerate(ready):
-        ring = {
-            "rank": rank, "world": len(ready), "store": store, "interface": None,
-            "timeout_s": timeout_s, "group": group,
-        }  # fmt: skip
-        member = conductor.members[i]
-        futures.append(member.call("sweep", device, ring, member.address))
-    wait(futures, timeout=timeout_s + 2 * GRACE_S)
-    answers: dict[int, dict[str, Any]] = {}
-    for rank, ((i, device), future) in enumerate(zip(ready, futures, strict=True)):
-        if not future.done():
-            conductor.results[i].lost = "no end of the collectives"
-            conductor.note(i, device, "collectives", "lost", "no answer")
-        elif (error := future.exception()) is not None:
-            conductor.note(i, device, "collectives", "failed", _why(error))
-        else:
-            conductor.note(i, device, "collectives", "done")
-            answers[rank] = future.result()
-    if not answers:
-        return
-    curve = next(iter(answers.values()))["curve"]
-    bus = [
-        (size, collectives.bus_bandwidth(int(size), seconds, len(ready))) for size, seconds in curve
-    ]
-    alg = tuple((size, size / GIB / seconds) for size, seconds in curve)
-    nominal = _nominal(conductor, nodes)
-    kind, why = collectives.classify(bus, nominal)
-    used = {a["transport"] for a in answers.values() if a["transport"]}
-    if nominal is not None and len(nodes) > 1 and used == {"Socket"}:
-        kind, why = "socket", "NCCL's own log: it uses sockets, though the nodes have a fabric"
-    pairs = {(int(a), int(b)): rate for r in answers.values() for a, b, rate in r["pairs"]}
-    for n, i in enumerate(nodes):
-        theirs = [rate for pair, rate in pairs.items() if n in pair]
-        wrong = sorted({s for rank, a in answers.items() if group[rank] == n for s in a["wrong"]})
-        detail = {
-            "ranks": len(ready), "nodes": len(nodes), "nominal_gib_s": nominal,
-            "backend": next(iter(answers.values()))["backend"], "transport": sorted(used),
-        }  # fmt: skip
-        add = conductor.results[i].readings.append
-        for name, value, unit, points, more in (
-            ("collective.algbw_gib_s", max(y for _, y in alg), "GiB/s", alg, {}),
-            ("collective.busbw_gib_s", max(y for _, y in bus), "GiB/s", tuple(bus), {}),
-            ("collective.class", kind, "", (), {"why": why}),
-            ("collective.errors", len(wrong), "count", (), {"sizes": wrong}),
-            ("collective.pair_gib_s", statistics.median(theirs) if theirs else None, "GiB/s", (),
-             _named(conductor, nodes, pairs)),
-        ):  # fmt: skip
-            add(
-                Reading(
-                    name=name, value=value, unit=unit, source="torch.distributed", fakeable=False,
-                    curve=points, detail={**detail, **more},
-                )
-            )  # fmt: skip
-
-
-def _nominal(conductor: Conductor, nodes: list[int]) -> float | None:
-    """What the slowest link that all-reduce must cross carries, in GiB/s; None: not known.
-
-    Between nodes that is the fabric, within one the NVLink of its product (one direction).
-    """
-    results = [conductor.results[i] for i in nodes]
-    if len(results) > 1:
-        fabrics = [r.fabric_gib_s for r in results]
-        return min((f for f in fabrics if f is not None), default=None) if all(fabrics) else None
-    names = [str(r.value) for r in results[0].readings if r.name == "claimed.name" and r.value]
-    products = [sku for name in names for sku in load_specs().by_name(name)]
-    links = [sku.nvlink_total_gbs for sku in products if sku.nvlink_total_gbs is not None]
-    return min(links) * 1e9 / 2 / GIB if links else None
-
-
-def _named(
-    conductor: Conductor, nodes: list[int], pairs: dict[tuple[int, int], float]
-) -> dict[str, Any]:
-    """The slowest pair by name, and every pair's GiB/s."""
-    if not pairs:
-        return {}
-    names = [conductor.results[i].name for i in nodes]
-    slowest = min(pairs, key=pairs.__getitem__)
-    return {
-        "slowest_pair": [names[n] for n in slowest],
-        "slowest_gib_s": pairs[slowest],
-        "pairs": [[names[a], names[b], rate] for (a, b), rate in sorted(pairs.items())],
-    }

@@ -1,4 +1,4 @@
-"""What an audit amounts to: tables, JSON, money, what changed, and a letter to the seller."""
+"""What an audit amounts to: JSON, money, what changed, and a letter to the seller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybrid.audit import history
 from hybrid.audit.conduct import NodeResult
@@ -21,9 +21,6 @@ from hybrid.audit.specs import load_specs
 from hybrid.audit.verdict import GpuVerdict, NodeVerdict
 from hybrid.audit.wire import finding_to_json
 from hybrid.errors import DataError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 FIGURES = (
     "measured.matmul_tflops.bf16", "measured.matmul_tflops.fp16", "measured.matmul_tflops.fp32",
@@ -333,34 +330,3 @@ def expectation(f: Finding) -> str:
     if e.high is not None:
         parts.append(f"at most {e.high:.6g}")
     return f"{', '.join(parts)} ({e.source})" if parts else e.source
-
-
-_COLOUR = {
-    "genuine": "green", "fit": "green", "unknown": "yellow", "degraded": "yellow",
-    "contradicted": "red", "unfit": "red",
-}  # fmt: skip
-
-
-def table(nodes: Sequence[NodeReport]) -> Table:
-    """A row for each node and GPU, worst findings first."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    made = Table("node", "GPU", "product", "identity", "health", "findings")
-    for node in nodes:
-        rows: list[tuple[str, str, str, str, list[Finding]]] = []
-        general = [f for f in node.verdict.findings if f.gpu is None]
-        if general or not node.verdict.gpus:
-            rows.append(("", "", node.verdict.identity, node.verdict.health, general))
-        for g in node.verdict.gpus:
-            own = [f for f in node.verdict.findings if f.gpu == g.gpu]
-            name = g.product or g.name or "?"
-            rows.append((str(g.gpu), name, g.identity, g.health, own))
-        for i, (gpu, name, identity, health, findings) in enumerate(rows):
-            text = "\n".join(f"{f.kind}: {f.text}" for f in worst_first(findings))
-            made.add_row(
-                escape(node.result.name) if i == 0 else "", gpu, escape(name),
-                f"[{_COLOUR[identity]}]{identity}[/]", f"[{_COLOUR[health]}]{health}[/]",
-                escape(text) or "-",
-            )  # fmt: skip
-    return made

@@ -48,11 +48,12 @@ def to_html(
     """
     day = datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%d %H:%M UTC")
     money = {c.node: c for c in costs(nodes, usd_per_hour)}
+    count = f"{len(nodes)} node" + "s" * (len(nodes) != 1)
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>Audit of {len(nodes)} nodes</title><style>{_STYLE}</style></head><body>",
-        f"<h1>Audit of {len(nodes)} nodes</h1><p>{escape(level)}, {day}. <em>Identity</em>: is it"
+        f"<title>Audit of {count}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>Audit of {count}</h1><p>{escape(level)}, {day}. <em>Identity</em>: is it"
         " what is paid for? <em>Health</em>: is it well? Claims alone leave identity unknown.</p>",
         _summary(nodes),
     ]

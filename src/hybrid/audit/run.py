@@ -17,6 +17,7 @@ from hybrid.audit import host
 from hybrid.audit.conduct import Conductor, NodeResult
 from hybrid.audit.level import Level
 from hybrid.audit.process import ProbeFailed, ProbeProcess
+from hybrid.audit.proof import NO_TRUST, Trust
 
 _START_S = 60.0  # torch may be read from a cold disk
 
@@ -30,6 +31,7 @@ class Plan:
         folder: for the disk probe; None: the node's folder for temporary files.
         devices: specs of `device.open_device`; None: what the node finds.
         cores, memory_bytes: what is paid for; None: what the node says of itself.
+        slots: see `cpu.cores`.
         environment: added to the probe processes'.
     """
 
@@ -38,6 +40,7 @@ class Plan:
     devices: tuple[str, ...] | None = None
     cores: float | None = None
     memory_bytes: int | None = None
+    slots: float | None = None
     environment: dict[str, str] | None = None
 
 
@@ -95,6 +98,7 @@ class Machine:
         plan = self.plan
         given = {
             "cores": plan.cores,
+            "slots": plan.slots,
             "memory_bytes": plan.memory_bytes,
             "folder": plan.folder or tempfile.gettempdir(),
         }
@@ -114,9 +118,12 @@ class Machine:
 
     def meeting_point(self, address: str) -> str:
         """Where the ranks of a process group meet: a free port of this node."""
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return f"tcp://{address}:{probe.getsockname()[1]}"
+        try:
+            with socket.socket() as probe:
+                probe.bind((address, 0))
+                return f"tcp://{address}:{probe.getsockname()[1]}"
+        except OSError as e:
+            raise ProbeFailed("failed", f"no port to meet at on {address}: {e}") from None
 
     def sweep(self, device: str, ring: dict[str, Any], address: str) -> dict[str, Any]:
         """This rank's part of the collectives."""
@@ -181,6 +188,9 @@ def audit_here(
     level: Level,
     *,
     devices: tuple[str, ...] | None = None,
+    cores: float | None = None,
+    memory_bytes: int | None = None,
+    trust: Trust = NO_TRUST,
     on_progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[NodeResult]:
     """Audit this machine alone, without Ray.
@@ -188,10 +198,13 @@ def audit_here(
     Args:
         level: the budgets.
         devices: specs; None: every GPU, else the CPU.
+        cores, memory_bytes: what is paid for; None: what the machine says of itself.
+        trust: with what the seller's own proof is checked.
         on_progress: called with {"node", "device", "probe", "outcome"} after each step.
     """
-    member = LocalMember(Plan(level=level, devices=devices))
-    return Conductor([member], level, on_progress=on_progress).run()
+    plan = Plan(level=level, devices=devices, cores=cores, memory_bytes=memory_bytes)
+    member = LocalMember(plan)
+    return Conductor([member], level, trust=trust, on_progress=on_progress).run()
 
 
 __all__ = ["LocalMember", "Machine", "Plan", "ProbeFailed", "audit_here", "interface_of"]

@@ -34,7 +34,7 @@ def _text(value: str) -> Scalar:
 
 
 def _number(value: str) -> Scalar:
-    found = re.match(r"(-?\d{1,15}(?:\.\d{1,6})?)(?![\d.])", value.strip())
+    found = re.match(r"(-?[0-9]{1,15}(?:\.[0-9]{1,6})?)(?![\d.])", value.strip())
     if found is None:
         return None
     return float(found[1]) if "." in found[1] else int(found[1])
@@ -207,9 +207,13 @@ def parse_smi(data: bytes) -> list[Reading]:
         raise DataError(f"nvidia-smi output of {len(data)} bytes; at most {MOST_BYTES} are read")
     start = re.search(rb"<\?xml|<!DOCTYPE nvidia_smi_log|<nvidia_smi_log", data)
     if start is not None:
-        head = data[: start.start()].decode("utf-8", "replace")
-        # What precedes the document may be a comment, a library's chatter, an open tag.
-        return _noise(head) + _of_tree(read_xml(data[start.start() :]), "xml", "nvidia-smi -q -x")
+        closing = b"</nvidia_smi_log>"
+        end = data.rfind(closing)
+        end = len(data) if end < start.start() else end + len(closing)
+        # Around the document stands what libraries and warnings had to say.
+        around = (data[: start.start()] + b"\n" + data[end:]).decode("utf-8", "replace")
+        log = read_xml(data[start.start() : end])
+        return _noise(around) + _of_tree(log, "xml", "nvidia-smi -q -x")
     text = data.decode("utf-8", "replace").replace("\r\n", "\n")
     noise = _noise(text)
     if table := read_table(text):

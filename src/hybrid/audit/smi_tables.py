@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from hybrid.audit.curves import classify
 from hybrid.audit.reading import Reading, Scalar
 
 _GIB = 2**30
@@ -100,6 +101,8 @@ _RUN = re.compile(
 def read_nccl_tests(text: str) -> list[Reading]:
     """The curve of nccl-tests' `all_reduce_perf` (out of place): GiB/s over the links by size.
 
+    Its class is of the shape alone: what the links carry is in no such output.
+
     [] when there are fewer than two rows.
     """
     rows = _RUN.findall(text)
@@ -109,11 +112,13 @@ def read_nccl_tests(text: str) -> list[Reading]:
     wrong = sum(int(w[:15]) for *_, w in rows if w.isascii() and w.isdecimal())
     source = "nccl-tests"
     top = max((rate for _, rate in curve), default=None)
+    kind, why = classify(sorted(curve))
     return [
         Reading(
             name="collective.busbw_gib_s", value=top, unit="GiB/s", source=source, fakeable=True,
             curve=curve,
         ),
+        _say("collective.class", kind, None, source, why=why),
         _say("collective.errors", wrong, None, source, "count"),
     ]  # fmt: skip
 

@@ -57,6 +57,7 @@ class Sku:
     fp32_tflops: float | None = None
     pcie_gen: int | None = None
     pcie_width: int | None = None
+    nvlink_gen: int | None = None
     nvlink_total_gbs: float | None = None
     tdp_w: float | None = None
     l2_mib: float | None = None
@@ -198,7 +199,7 @@ def _row(row: dict[str, str]) -> Sku:
     bandwidth = _number(row["dcgm_min_membw_mbs"])
     whole: dict[str, Any] = {
         key: int(float(row[key])) if row[key] else None
-        for key in ("sm_count", "memory_total_mib", "pcie_gen", "pcie_width")
+        for key in ("sm_count", "memory_total_mib", "pcie_gen", "pcie_width", "nvlink_gen")
     }
     return Sku(
         product=row["product"],

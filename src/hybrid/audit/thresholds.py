@@ -67,8 +67,14 @@ LINK_COPY = Threshold(
     " VMs 0.7",
 )
 NVLINK_COPY = Threshold(
-    0.6, "share of one direction of all NVLinks: copies between peers reach 0.8 to 0.93"
+    0.7, "share of one direction of the NVLinks to a peer: copies reach 0.8 to 0.93"
 )
+NVLINK_TWIN = Threshold(
+    0.8,
+    "share of a lesser product's NVLinks (A800, H800) from which on copies are that product's: an"
+    " H100 board of four joins pairs by 6 links, which stays below",
+)
+NVLINK_EXCESS = Threshold(1.05, "share of the NVLinks that copies between peers cannot exceed")
 POWER_CAPPED = Threshold(
     0.9, "power limit over the default one: lower is somebody's decision, and costs clocks"
 )
@@ -81,6 +87,9 @@ RETIRED_PAGES = Threshold(
 
 PCIE_GB_S_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """GB/s (1e9) of one lane and direction after encoding (PCI-SIG)."""
+
+NVLINK_GB_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
+"""GB/s (1e9) of one NVLink and direction, by generation (ml-engineering, network)."""
 
 XID_SEVERITY = {
     48: ("degraded", "an uncorrectable ECC error; a reset is due"),

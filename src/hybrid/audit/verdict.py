@@ -77,7 +77,7 @@ def judge(
         sku = products[gpu] = claimed_product(facts, gpu, specs)
         found += without_product(facts, gpu)
         if sku is not None:
-            found += against_product(facts, gpu, sku)
+            found += against_product(facts, gpu, sku, specs)
         found += claimed_health(facts, gpu, sku)
         found += measured_health(facts, gpu, sku)
     gpus = []

@@ -21,7 +21,9 @@ from hybrid.audit.reading import Reading
 from hybrid.audit.wire import reading_to_json
 
 HOST_PROBES = ("claims", "cores", "bandwidth", "host_memory", "disk")
-DEVICE_PROBES = ("silicon", "cache", "memory", "matmul", "copies", "peers", "load")
+DEVICE_PROBES = ("silicon", "cache", "memory", "matmul", "load")
+LINK_PROBES = ("copies", "peers")
+"""One device of a node after the other: they share the host's memory, switches and one another."""
 Reply = tuple[Any, bytes]
 
 
@@ -31,7 +33,7 @@ def _host_probe(name: str, level: Level, given: dict[str, Any]) -> list[Reading]
     if name == "claims":
         return claims.gather(timeout_s=level.probe_s / 4)
     if name == "cores":
-        return cpu.cores(given.get("cores"), level.work_s)
+        return cpu.cores(given.get("cores"), level.work_s, slots=given.get("slots"))
     if name == "bandwidth":
         return cpu.bandwidth(level.work_s)
     if name == "host_memory":
@@ -120,7 +122,7 @@ class Worker:
 
     def do_sweep(self, command: dict[str, Any]) -> Reply:
         """Take part in the collectives."""
-        from hybrid.audit import collectives
+        from hybrid.audit import collectives, curves
 
         ring = collectives.Ring(**{**command["ring"], "group": tuple(command["ring"]["group"])})
         if ring.interface:
@@ -130,7 +132,7 @@ class Worker:
             os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT", NCCL_DEBUG_FILE=str(log))
             found = collectives.sweep(self.device, ring, Level(**command["level"]))
             text = log.read_text(errors="replace") if log.exists() else ""
-        return {**found, "transport": collectives.transport(text)}, b""
+        return {**found, "transport": curves.transport(text)}, b""
 
 
 def _end_with_parent(parent: int) -> None:
