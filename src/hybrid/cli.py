@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hybrid import __version__, cli_audit, project
+from hybrid import __version__, cli_audit, cli_plan, project
 from hybrid.config import read_mapping
 from hybrid.errors import ConfigError, HybridError
 from hybrid.show import Bars, age, percent, short
@@ -322,6 +322,7 @@ def doctor(config: Config = DEFAULT, as_json: AsJson = False) -> None:
 
 
 app.command("audit", epilog=cli_audit.EPILOG)(cli_audit.audit)
+app.command("advise", epilog=cli_plan.EPILOG)(cli_plan.advise)
 
 
 @app.command()

@@ -183,16 +183,12 @@ class Planner:
             except ValueError as e:
                 raise ConfigError(str(e)) from None
             flops = 2 * serve.parameters * serve.tokens_per_call
+            scale = each * 1e12 / flops
             inputs["calls a replica-second"] = Range(
-                *(
-                    each * 1e12 * speed * share / flops
-                    for speed, share in (
-                        (matmuls.low, SERVING_SHARE.low),
-                        (matmuls.mid, SERVING_SHARE.mid),
-                        (matmuls.high, SERVING_SHARE.high),
-                    )
-                ),
-                source=f"2 FLOPs a parameter and token; {SERVING_SHARE.source}",
+                scale * matmuls.low * SERVING_SHARE.low,
+                scale * matmuls.mid * SERVING_SHARE.mid,
+                scale * matmuls.high * SERVING_SHARE.high,
+                f"2 FLOPs a parameter and token; {SERVING_SHARE.source}",
             )
         hours = w.horizon_hours
 
@@ -316,7 +312,7 @@ class Planner:
         if latency and limit and latency.p99_ms.mid > limit:
             missed.append(f"latency.limit_ms: {limit:g}; 1 in 100 takes over"
                           f" {shown(latency.p99_ms.mid)} ms")  # fmt: skip
-        if w.budget:
+        if w.budget and w.budget.usd:
             total = sum(self._charged(p) for p in parts)
             if total > w.budget.usd:
                 of = "a month" if w.budget.per == "month" else "in all"

@@ -35,6 +35,10 @@ class Range:
         """The same figure in another unit, or for so many of them."""
         return Range(self.low * factor, self.mid * factor, self.high * factor, self.source)
 
+    def into(self, whole: float) -> Range:
+        """`whole` over this figure, e.g. how long a rate takes for it."""
+        return Range(whole / self.high, whole / self.mid, whole / self.low, self.source)
+
 
 def exactly(value: float, source: str = "given") -> Range:
     """A figure that is taken as it is."""
@@ -96,20 +100,22 @@ def estimate(result: Callable[[Values], float], inputs: Mapping[str, Range]) -> 
     return Estimate(spread, tuple(sorted(moved, key=lambda s: -s.width)))
 
 
-def shown(value: float) -> str:
+def shown(value: float, significant: int = 3) -> str:
     """A number as people write it: three significant digits, thousands with commas."""
     if not math.isfinite(value):
         return "without end"
     if value == 0:
         return "0"
-    digits = 2 - math.floor(math.log10(abs(value)))
+    if abs(value) >= 1e12:
+        return f"{value:.{significant}g}"
+    digits = significant - 1 - math.floor(math.log10(abs(value)))
     rounded = round(value, digits)
-    return f"{rounded:,.0f}" if abs(rounded) >= 100 else f"{rounded:,.{max(0, digits)}f}"
+    return f"{rounded:,.0f}" if digits <= 0 else f"{rounded:,.{max(0, digits)}f}"
 
 
 def span(figure: Range, unit: str = "") -> str:
     """A range as text: `1,680` or `120 (90 – 160)`, with its unit behind."""
-    text = shown(figure.mid)
+    text = shown(figure.mid, 4 if figure.exact else 3)
     if not figure.exact:
         text += f" ({shown(figure.low)} – {shown(figure.high)})"
     return f"{text} {unit}".rstrip()

@@ -37,7 +37,7 @@ class PoolRisk:
         lost_node_hours: node-hours an hour of the pool that are missing on average, as a share.
         zone_shocks: expected number in the time asked for.
         taken_at_once: nodes that one shock takes.
-        half_gone: probability that half of the nodes are missing at some moment through a shock.
+        half_gone: probability that half of the nodes are missing at some moment.
         half_gone_independent: the same if nodes went independently of one another.
     """
 
@@ -57,12 +57,13 @@ def pool_risk(
     shocks = used * rate * correlation * hours
     missing = rate * replace_s / 3600
     share = missing / (1 + missing)
-    half = max(1, -(-nodes // 2))
-    if at_once >= half:
-        gone = -math.expm1(-shocks)
-    else:  # several zones within one replacement time
-        need = -(-half // at_once)
-        gone = _at_some_time(_tail(used, need, share * correlation), hours, replace_s)
+    half = -(-nodes // 2)
+    gone = 0.0
+    for zones_gone in range(used + 1):
+        shocked = _exactly(used, zones_gone, share * correlation)
+        left = nodes - min(nodes, zones_gone * at_once)
+        gone += shocked * _tail(left, half - (nodes - left), share * (1 - correlation))
+    gone = _at_some_time(gone, hours, replace_s)
     alone = _at_some_time(_tail(nodes, half, share), hours, replace_s)
     return PoolRisk(
         lost_node_hours=share,
@@ -75,7 +76,15 @@ def pool_risk(
 
 def _tail(n: int, k: int, p: float) -> float:
     """P(at least k of n), each with probability p."""
-    return sum(math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in range(k, n + 1))
+    return sum(_exactly(n, i, p) for i in range(max(0, k), n + 1))
+
+
+def _exactly(n: int, k: int, p: float) -> float:
+    """P(k of n), each with probability p; by logarithms, as n may be thousands."""
+    if p in (0.0, 1.0):
+        return float(k == n * p)
+    log = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return math.exp(log + k * math.log(p) + (n - k) * math.log1p(-p))
 
 
 def _at_some_time(p: float, hours: float, replace_s: float) -> float:

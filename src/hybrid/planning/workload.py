@@ -139,8 +139,8 @@ class LatencyPart(Section):
 class BudgetPart(Section):
     """What may be spent."""
 
-    usd: Usd
-    """US dollars."""
+    usd: Usd | None = None
+    """US dollars; None: only the market is limited."""
     per: Literal["month", "total"] = "month"
     """For each month, or for all of it."""
     market: Market = "on-demand"
