@@ -61,8 +61,8 @@ def advise(
 
     w = load(workload) if workload is not None else None
     if w is None:
-        given = {"--audit": audit, "--calibrate": calibrate, "--metrics": metrics,
-                 "--status": status, "--html": html, "--prices": prices}  # fmt: skip
+        given = {"--audit": audit, "--metrics": metrics, "--status": status, "--html": html,
+                 "--prices": prices}  # fmt: skip
         if needs := [name for name, value in given.items() if value is not None]:
             raise ConfigError(f"{', '.join(needs)}: needs a workload, e.g. hybrid advise w.yaml")
         if from_run is None:
@@ -73,6 +73,8 @@ def advise(
     said: list[str] = []
     if from_run is not None:
         rows += actual.from_run(runs.read_run(from_run), w)
+        if calibrate is not None:
+            rows.append(actual.whole_run(runs.read_run(calibrate), runs.read_run(from_run)))
     data: dict[str, Any] = {}
     advice = None
     if w is not None:

@@ -35,6 +35,11 @@ def test_one_calibration_predicts_a_longer_run(tmp_path: Path) -> None:
     whole = read_run(write_run(tmp_path / "long", steps=400))
     predicted = actual.run_seconds(short, 400, 40)
     assert predicted.mid == pytest.approx(whole.seconds, rel=0.01)
+    row = actual.whole_run(short, whole)
+    assert (row.actual, row.verdict) == (whole.seconds, "within the range")
+    other = read_run(write_run(tmp_path / "other", parameters=2_000_000))
+    with pytest.raises(DataError, match="short says nothing of other"):
+        actual.whole_run(short, other)
 
 
 def test_calibration_goes_into_the_workload(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def test_what_was_measured(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "predicted against actual" in shown.output
     assert "MFU" in shown.output
+    shorter = write_run(tmp_path / "s", steps=20)
+    assert "all of r, by s" in run("--from-run", str(folder), "--calibrate", str(shorter)).output
     audit = audit_file(tmp_path / "audit.json", [node("a", 500)])
     metrics = tmp_path / "m.txt"
     metrics.write_text(METRICS)

@@ -181,7 +181,8 @@ def test_budget_deadline_and_latency_that_are_missed_are_named() -> None:
         "serve": {"parameters": "7B", "requests_per_s": 1, "call_s": 3},
         "latency": {"limit_ms": 1000},
         "budget": {"usd": 100, "per": "total"},
+        "cluster": {"gpus": 8},
     }
     misses = " ".join(advice(raw).plans[0].misses)
-    for key in ("train.deadline_hours", "latency.limit_ms", "budget.usd"):
+    for key in ("train.deadline_hours", "latency.limit_ms", "budget.usd", "cluster.gpus"):
         assert key in misses

@@ -66,6 +66,27 @@ def run_seconds(calibration: RunFigures, steps: int, evals: int) -> Range:
     return within(seconds, 1.25, f"measured: {calibration.steps_done} steps of {calibration.name}")
 
 
+def whole_run(calibration: RunFigures, run: RunFigures) -> Row:
+    """All of a run against what a calibration run of the same model, on as many workers, says.
+
+    Raises:
+        DataError: they are not of one model and number of workers; both are named.
+    """
+    here, there = calibration.work, run.work
+    if here != there:
+        raise DataError(
+            f"{calibration.name} says nothing of {run.name}: parameters, tokens a step and workers"
+            f" are {here} and {there}"
+        )
+    return Row(
+        name=f"all of {run.name}, by {calibration.name}",
+        unit="s",
+        predicted=run_seconds(calibration, run.steps_done, run.evals),
+        actual=run.seconds,
+        source=f"{run.name}/progress.jsonl",
+    )
+
+
 def calibrate(w: Workload, run: RunFigures) -> tuple[Workload, str]:
     """The workload with the speed that a run reached, and a sentence on what was taken.
 

@@ -304,6 +304,13 @@ class Planner:
         self, parts: list[Part], hours: Estimate | None, latency: ChainLatency | None
     ) -> tuple[str, ...]:
         w, missed = self.workload, []
+        if hours and w.train:
+            cluster = w.cluster or ClusterPart()
+            needs = training_cost.MEMORY_BYTES * w.train.parameters / 1e9
+            has = cluster.gpus * gpu_memory_gb(w)
+            if needs > has:
+                missed.append(f"cluster.gpus: {cluster.gpus} hold {shown(has)} GB; parameters,"
+                              f" gradients and optimiser take {shown(needs)} GB")  # fmt: skip
         deadline = w.train.deadline_hours if w.train else None
         if hours and deadline and hours.value.mid > deadline:
             missed.append(f"train.deadline_hours: {deadline:g}; it takes"

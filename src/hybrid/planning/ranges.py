@@ -79,15 +79,21 @@ class Estimate:
 
 
 def estimate(result: Callable[[Values], float], inputs: Mapping[str, Range]) -> Estimate:
-    """Carry inputs' ranges through to a result, by sampling with a fixed seed."""
+    """Carry inputs' ranges through to a result, by sampling with a fixed seed.
+
+    An input of the same name and range takes the same values in every result, so that results
+    that share inputs can be compared.
+    """
     mids = {name: figure.mid for name, figure in inputs.items()}
     mid = result(mids)
     open_inputs = {name: figure for name, figure in inputs.items() if not figure.exact}
     if not open_inputs:
         return Estimate(exactly(mid, "computed"), ())
-    rng = random.Random(SEED)
+    draws = {name: random.Random(f"{SEED} {name}") for name in open_inputs}
     found = sorted(
-        result(mids | {n: rng.triangular(f.low, f.high, f.mid) for n, f in open_inputs.items()})
+        result(
+            mids | {n: draws[n].triangular(f.low, f.high, f.mid) for n, f in open_inputs.items()}
+        )
         for _ in range(SAMPLES)
     )
     swings = [

@@ -53,6 +53,11 @@ class RunFigures:
     usd: float | None
 
     @property
+    def work(self) -> tuple[float, float, int]:
+        """What must be the same for one run to say how long another takes."""
+        return self.parameters, self.tokens_per_step, self.workers
+
+    @property
     def tokens_per_s(self) -> float:
         """Of the steps' own time, after warm-up."""
         return self.tokens_per_step / self.step_s

@@ -19,6 +19,9 @@ from hybrid.planning.workload import ClusterPart, TrainPart
 FLOPS_PER_PARAMETER_TOKEN = 6.0
 STATE_BYTES = 14.0
 """Of a parameter in a checkpoint: float32 weight, two float32 moments, and the bfloat16 copy."""
+MEMORY_BYTES = 16.0
+"""Of a parameter while it is trained in mixed precision with Adam, activations not counted
+(Rajbhandari et al., "ZeRO", SC 2020)."""
 NODE_BYTES_PER_S = 1e9
 MFU = Range(0.30, 0.42, 0.55, "assumed: share of big matmuls' speed; 0.38 to 0.43 of the data sheet"
             " is published for 405B on 8,192 to 16,384 H100 (Llama 3, 2024)")  # fmt: skip
