@@ -16,8 +16,10 @@ def write_run(folder: Path, *, steps: int = 40, starts: int = 1, parameters: int
     now, step = 1000.0, 0
     for start in range(starts):
         now += 10_000 * start  # it lay still in between
-        records.append({"event": "start", "time": now, "step": step, "steps": steps,
-                        "world_size": 2, "parameters": parameters, "peak_flops": 1e11})  # fmt: skip
+        records.append({"event": "launch", "time": now - 20, "began": now - 21, "workers": 2})
+        records.append({"event": "start", "device": "cpu", "time": now, "step": step,
+                        "steps": steps, "world_size": 2, "parameters": parameters,
+                        "peak_flops": 1e11})  # fmt: skip
         while step < steps * (start + 1) // starts:
             step += 1
             warm = step - steps * start // starts
@@ -28,6 +30,7 @@ def write_run(folder: Path, *, steps: int = 40, starts: int = 1, parameters: int
                 records.append({"event": "eval", "time": now, "step": step, "eval_loss": 1.0})
     if finished:
         records.append({"event": "finished", "time": now + 2, "step": step, "metrics": {}})
+        records.append({"event": "ended", "time": now + 9, "outcome": "finished"})
     folder.mkdir(parents=True)
     (folder / "progress.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return folder

@@ -49,6 +49,7 @@ def test_calibration_goes_into_the_workload(tmp_path: Path) -> None:
     assert same.cluster is not None
     assert same.cluster.tokens_per_s == pytest.approx(run.tokens_per_s)
     assert "as if" not in said
+    assert "give cluster.usd_per_hour" in said
     larger = parse({"train": {"parameters": 2e6, "tokens": 1e7}, "cluster": {"gpus": 8}})
     other, said = actual.calibrate(larger, run)
     assert other.cluster is not None

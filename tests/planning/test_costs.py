@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +93,18 @@ def test_an_unknown_speed_is_refused_by_name() -> None:
                 "cluster": {"gpu": "A30", "usd_per_hour": 3}})  # fmt: skip
     with pytest.raises(ConfigError, match=r"cluster\.usd_per_hour"):
         advice({"cluster": {"gpu": "A30"}})
+
+
+def test_agents_without_a_price_are_refused_by_name(tmp_path: Path) -> None:
+    table = tmp_path / "p.csv"
+    table.write_text(
+        "item,market,usd_per_hour,provider,date,source\nL4,spot,1,Somebody,2026-11-02,https://x\n"
+    )
+    raw: dict[str, Any] = {"agents": {"nodes": 3}}
+    with pytest.raises(ConfigError, match=r"agents\.usd_per_hour"):
+        advise(parse(raw), load_prices(table))
+    raw["agents"]["usd_per_hour"] = 1
+    assert advise(parse(raw), load_prices(table)).plans[0].usd.value.mid == pytest.approx(730)
 
 
 def test_littles_law() -> None:
@@ -186,3 +199,33 @@ def test_budget_deadline_and_latency_that_are_missed_are_named() -> None:
     misses = " ".join(advice(raw).plans[0].misses)
     for key in ("train.deadline_hours", "latency.limit_ms", "budget.usd", "cluster.gpus"):
         assert key in misses
+
+
+def test_training_on_spot_and_serving_on_demand_are_paid_at_their_own_prices(
+    tmp_path: Path,
+) -> None:
+    table = tmp_path / "p.csv"
+    row = "L40S,{},{},Somebody,2026-11-02,https://x\n"
+    head = "item,market,usd_per_hour,provider,date,source\n"
+    table.write_text(head + row.format("spot", 1) + row.format("on-demand", 10))
+    raw = {
+        "train": {"parameters": "1B", "tokens": "1B"},
+        "serve": {"parameters": "1B", "requests_per_s": 1, "calls_per_replica_s": 100},
+        "cluster": {"gpu": "L40S", "gpus": 4, "market": "spot", "tokens_per_s": 1e6},
+    }
+    found = advise(parse(raw), load_prices(table))
+    (plan,) = found.plans
+    assert plan.kind == found.answer == "cluster"
+    assert any("no plan for hybrid: agents.usd_per_hour" in note for note in found.notes)
+    training, serving = (part[1].value for part in plan.parts)
+    assert plan.training_hours is not None
+    assert training.mid == pytest.approx(4 * 1 * plan.training_hours.value.mid)
+    assert serving.mid == pytest.approx(730 * 10)
+    assert plan.usd.value.mid == pytest.approx(training.mid + serving.mid)
+
+
+def test_what_may_not_stop_is_not_put_on_spot() -> None:
+    found = advice({"serve": {"weights": "api", "requests_per_s": 1}, "steps": 2,
+                    "interruptible": False})  # fmt: skip
+    assert "on-demand" in found.plans[0].parts[-1][0]
+    assert any("interruptible: no" in note for note in found.notes)

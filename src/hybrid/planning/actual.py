@@ -106,6 +106,8 @@ def calibrate(w: Workload, run: RunFigures) -> tuple[Workload, str]:
             f"; taken as {rate:,.0f} for {w.train.parameters:,.0f} parameters on {cluster.gpus},"
             " as if FLOP/s stayed the same for each worker (`hybrid scale` measures that)"
         )
+    if run.device == "cpu" and cluster.usd_per_hour is None:
+        said += f"; it had no GPU: give cluster.usd_per_hour, or the price is that of {cluster.gpu}"
     changed = cluster.model_copy(update={"tokens_per_s": rate, "mfu": None})
     return w.model_copy(update={"cluster": changed}), said
 

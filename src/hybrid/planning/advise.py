@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from hybrid.errors import ConfigError
 from hybrid.planning.plans import Plan, Planner
 from hybrid.planning.prices import Prices
 from hybrid.planning.rules import (
@@ -67,13 +68,21 @@ def advise(w: Workload, prices: Prices) -> Advice:
     """Decide, and price every plan that could carry the workload out.
 
     Raises:
-        ConfigError: a price or a speed that a plan needs is not known; the key is named.
+        ConfigError: a price or a speed that the answer's plan needs is not known; the key is
+            named. Another plan that lacks one is left out, with a note.
     """
     found = findings(w)
     answer = decide(found)
     planner = Planner(w, prices)
-    kinds = [answer, *(k for k in get_args(Answer) if k != answer and _possible(k, w))]
-    plans = [plan for kind in kinds if (plan := planner.plan(kind)) is not None]
+    plans = [plan] if (plan := planner.plan(answer)) is not None else []
+    for kind in get_args(Answer):
+        if kind == answer or not _possible(kind, w):
+            continue
+        try:
+            if (plan := planner.plan(kind)) is not None:
+                plans.append(plan)
+        except ConfigError as e:  # an alternative without a price takes nothing from the answer
+            planner.notes.append(f"no plan for {kind}: {e.message}")
     if w.cluster and (others := w.cluster.product().others):
         planner.notes.append(
             f"cluster.gpu: {w.cluster.gpu!r} is read as {w.cluster.product().product}; it may also"

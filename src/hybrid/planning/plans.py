@@ -125,12 +125,13 @@ class Planner:
         w = self.workload
         cluster = w.cluster or ClusterPart()
         market = self._market(cluster)
-        price = {"USD a GPU-hour": self._gpu_price(cluster, market)}
+        paid = f"USD a GPU-hour, {market}"  # a plan may pay two prices: serving is on demand
+        price = {paid: self._gpu_price(cluster, market)}
         gpus = cluster.gpus
         if w.train is None or cluster.hours is not None:
             held = cluster.hours or w.horizon_hours
             name = f"{gpus} GPUs for {shown(held)} h"
-            part = Part(name=name, inputs=price, usd=lambda v: gpus * held * v["USD a GPU-hour"])
+            part = Part(name=name, inputs=price, usd=lambda v: gpus * held * v[paid])
             if w.train is None:
                 return part, None
         try:
@@ -157,9 +158,7 @@ class Planner:
             Part(
                 name=f"training on {gpus} GPUs",
                 inputs=price | given,
-                usd=lambda v: (
-                    gpus * v["USD a GPU-hour"] * training_cost.training_time(v, nodes, zones).wall
-                ),
+                usd=lambda v: gpus * v[paid] * training_cost.training_time(v, nodes, zones).wall,
                 notes=notes,
             ),
             hours,
@@ -174,7 +173,8 @@ class Planner:
         weights, memory = weights_gb(w), gpu_memory_gb(w)
         each = 2 ** math.ceil(math.log2(max(1.0, weights / (0.8 * memory))))
         calls = serve.requests_per_s * w.steps
-        inputs = {"USD a GPU-hour": self._gpu_price(cluster, "on-demand")}
+        paid = "USD a GPU-hour, on-demand"
+        inputs = {paid: self._gpu_price(cluster, "on-demand")}
         if serve.calls_per_replica_s is not None:
             inputs["calls a replica-second"] = exactly(serve.calls_per_replica_s, "measured")
         else:
@@ -199,7 +199,7 @@ class Planner:
         return Part(
             name=f"{replicas(mids)} x {each} GPUs that serve",
             inputs=inputs,
-            usd=lambda v: replicas(v) * each * hours * v["USD a GPU-hour"],
+            usd=lambda v: replicas(v) * each * hours * v[paid],
             monthly=True,
             notes=(
                 f"{shown(calls)} calls/s at 70 % of {shown(mids['calls a replica-second'])}"
@@ -244,8 +244,14 @@ class Planner:
         elif not count:
             raise ConfigError("agents.nodes: missing; without `serve` nothing says how many")
         usual = self.prices.node(agents.vcpus, agents.memory_gb, market)
-        price = usual
-        if agents.usd_per_hour is not None:
+        if agents.usd_per_hour is None:
+            if usual is None:
+                raise ConfigError(
+                    f"agents.usd_per_hour: missing, and the price table has no {market} price of"
+                    " vCPU and GB; give it, or a table with --prices"
+                )
+            price = usual
+        else:
             price = exactly(agents.usd_per_hour / count)
             self._note(
                 f"${shown(agents.usd_per_hour)}/h for {count} nodes is ${price.mid:.3f} per"
@@ -282,7 +288,8 @@ class Planner:
     def _market(self, pool: ClusterPart | AgentsPart) -> Literal["on-demand", "spot"]:
         """A pool's market; what may not be interrupted is not put on spot."""
         if self.workload.interruptible is False and pool.market == "spot":
-            self._note("interruptible: no, so that agents are priced on demand")
+            which = "cluster" if isinstance(pool, ClusterPart) else "agents"
+            self._note(f"interruptible: no, so that {which} is priced on demand, not on spot")
             return "on-demand"
         budget = self.workload.budget
         return "spot" if budget is not None and budget.market == "spot" else pool.market

@@ -91,18 +91,11 @@ class Prices:
             )
         return found
 
-    def node(self, vcpus: float, memory_gb: float, market: str) -> Range:
-        """USD an hour of a CPU node of so many vCPU and GB.
-
-        Raises:
-            ConfigError: the table lacks vCPU or GB.
-        """
+    def node(self, vcpus: float, memory_gb: float, market: str) -> Range | None:
+        """USD an hour of a CPU node of so many vCPU and GB; None: one of both is not listed."""
         cpu, memory = self.of("vCPU", market), self.of("GB", market)
         if cpu is None or memory is None:
-            raise ConfigError(
-                f"agents.usd_per_hour: missing, and the price table has no {market} price of vCPU"
-                " and GB; give it, or a table with --prices"
-            )
+            return None
         a, b = cpu.scaled(vcpus), memory.scaled(memory_gb)
         return Range(a.low + b.low, a.mid + b.mid, a.high + b.high, cpu.source)
 

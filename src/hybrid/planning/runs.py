@@ -14,6 +14,8 @@ from typing import Any
 
 from hybrid.errors import DataError
 
+DRIVER_EVENTS = {"launch", "ended"}
+"""Written by the driver, before the workers start and after they end."""
 WARM_UP = 3
 """Steps after a start that are left out of the speed: caches, compilation, first allocations."""
 
@@ -24,7 +26,7 @@ class RunFigures:
 
     Attributes:
         name: the folder's name.
-        parameters, workers: of the model; of the last start.
+        parameters, workers, device: of the model; of the last start.
         peak_flops: measured matmul FLOP/s of one worker, as the run itself reports it.
         steps_done, steps_planned: optimiser steps.
         tokens_per_step: median.
@@ -40,6 +42,7 @@ class RunFigures:
     name: str
     parameters: float
     workers: int
+    device: str
     peak_flops: float
     steps_done: int
     steps_planned: int
@@ -108,6 +111,7 @@ def _figures(folder: Path, records: list[dict[str, Any]]) -> RunFigures:
         name=folder.name,
         parameters=float(last["parameters"]),
         workers=int(last["world_size"]),
+        device=str(last["device"]),
         peak_flops=float(last["peak_flops"]),
         steps_done=max(int(r["step"]) for r in steps),
         steps_planned=int(last["steps"]),
@@ -140,6 +144,8 @@ def _working_seconds(records: list[dict[str, Any]]) -> float:
     """Between the starts a run may lie still for days: only what follows each start counts."""
     total, began, last = 0.0, None, 0.0
     for record in records:
+        if record["event"] in DRIVER_EVENTS:
+            continue
         if record["event"] == "start":
             total += last - began if began is not None else 0.0
             began = record["time"]
