@@ -36,6 +36,7 @@ OUTER = {
     "cli_audit",
     "cli_common",
     "cli_runs",
+    "cli_plan",
     "demo",
     "deploy",
     "client",
@@ -48,6 +49,7 @@ OUTER = {
 NO_RAY = [
     *sorted((SRC / "engine").glob("*.py")),
     *(p for p in sorted((SRC / "audit").glob("*.py")) if p.name != "cluster.py"),
+    *sorted((SRC / "planning").glob("*.py")),
     SRC / "training/step.py",
     SRC / "training/data.py",
     SRC / "agents/behaviour.py",
@@ -108,6 +110,7 @@ def test_private_names_of_ray_are_in_one_place() -> None:
         ("hybrid.agents.host", ("torch", "transformers")),
         ("hybrid.audit.worker", ("torch", "ray", "numpy")),
         ("hybrid.audit.cluster", ("torch",)),
+        ("hybrid.planning.advise", ("torch", "ray", "numpy")),
         ("hybrid.agents.swarm", ("torch",)),
         ("hybrid.agents.router", ("torch", "numpy")),
         ("hybrid.agents.clients", ("torch", "ray")),
