@@ -165,7 +165,8 @@ class AgentConfig(Section):
     description: str = ""
     """What it answers; the router reads this."""
     behaviour: str = "answer"
-    """`answer`, `chain`, `route` or a dotted path to an async function `(ctx) -> output`."""
+    """`answer`, `chain`, `route`, `search` or a dotted path to an async function
+    `(ctx) -> output`."""
     adapter: str | None = None
     """Adapter of the served release; None is the base."""
     template: str = "{input}\n"
@@ -185,6 +186,11 @@ class AgentConfig(Section):
     """For `route` and `chain`: the agents chosen among; empty means every agent but itself."""
     fallback: str | None = None
     """For `route` and `chain`: the agent that gets what no agent matches."""
+    embedder: str | None = None
+    """Adapter of kind `embed`: `route` and `chain` then choose by its vectors too and not by words
+    alone; `search` needs it."""
+    embedder_template: str = "{input}"
+    """What each text is put into before it becomes a vector: as `adapters.NAME.template`."""
     threshold: float = Field(0.35, ge=0, le=1)
     """For `route` and `chain`: the calibrated score below which the router abstains."""
     max_concurrency: int = Field(8, ge=1)
@@ -244,4 +250,25 @@ class ProjectConfig(Section):
                 f"training.sequence_length ({self.training.sequence_length}) is longer than"
                 f" model.context ({self.model.context})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _embedders_embed(self) -> ProjectConfig:
+        """An adapter that is not in this file may be in the served release all the same."""
+        for name, agent in self.agents.specs.items():
+            adapter = self.adapters.get(agent.embedder or "")
+            if adapter is None:
+                continue
+            where = f"agents.specs.{name}.embedder"
+            if adapter.kind != "embed":
+                fine = [n for n, a in self.adapters.items() if a.kind == "embed"]
+                raise ValueError(
+                    f"{where}: adapter {agent.embedder!r} is of kind {adapter.kind}; one of kind"
+                    f" embed is needed ({', '.join(fine) or 'there is none in adapters'})"
+                )
+            if adapter.template != agent.embedder_template:
+                raise ValueError(
+                    f"{where}_template: {agent.embedder_template!r} is not what"
+                    f" adapters.{agent.embedder} is trained with, {adapter.template!r}"
+                )
         return self

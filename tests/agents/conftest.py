@@ -25,6 +25,13 @@ def store_url(store_server: str) -> str:
     return store_server
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _set_aside() -> None:
+    """What was there before (torch, Ray: half a second to look through) is not looked at again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _collected() -> Iterator[None]:
     """What a test leaves open is its own failure, not a later one's."""

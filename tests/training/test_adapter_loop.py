@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parent))
 import lora_support
 import worlds
-from lora_support import PAIRS, spec, trained, write_rows
+from lora_support import spec, trained, write_rows
 
 from hybrid.errors import TrainingError
-from hybrid.testing_models import tiny_base
 from hybrid.training import rows
 from hybrid.training.adapter_batches import Batches, split
 from hybrid.training.adapter_loop import evaluate
@@ -29,18 +28,6 @@ from hybrid.training.lora import Base, train_adapter
 
 WEIGHTS = "adapter_model.safetensors"
 EARLY = {"share": 0.3, "every": 5, "patience": 2}
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_base(tmp_path_factory.mktemp("base") / "base", initializer_range=0.15)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_rows(tmp_path / "train.jsonl", PAIRS * 4)
-    write_rows(tmp_path / "holdout.jsonl", PAIRS[:2])
-    return tmp_path
 
 
 def test_training_ends_where_other_rows_gain_nothing(base: Path, tmp_path: Path) -> None:

@@ -34,11 +34,6 @@ from hybrid.training.rows import Row
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_base(tmp_path_factory.mktemp("base") / "base", initializer_range=0.15)
-
-
 def answers(count: int, seed: int = 0) -> list[Answer]:
     generator = torch.Generator().manual_seed(seed)
 

@@ -12,7 +12,6 @@ import torch
 
 from hybrid.engine.engine import Engine
 from hybrid.errors import ConfigError, DataError
-from hybrid.testing_models import tiny_base
 from hybrid.training import evaluate, rows
 from hybrid.training.adapter_batches import Batches
 from hybrid.training.adapter_loss import AnswerLoss
@@ -30,11 +29,6 @@ def folder(tmp_path: Path) -> Path:
         '{"input": "the fox", "output": "quick"}\n'
     )
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_base(tmp_path_factory.mktemp("base") / "base", initializer_range=0.15)
 
 
 def test_only_the_answer_and_its_end_are_learnt(base: Path, folder: Path) -> None:

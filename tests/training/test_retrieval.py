@@ -13,7 +13,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from lora_support import spec, trained, write_rows
 
-from hybrid.testing_models import tiny_base
 from hybrid.training import evaluate, retrieval, rows
 
 
@@ -35,8 +34,7 @@ def test_bm25_by_hand() -> None:
     assert made.scores("") == pytest.approx([0, 0, 0])
 
 
-def test_an_embedding_adapter_finds_what_the_base_does_not(tmp_path: Path) -> None:
-    base = tiny_base(tmp_path / "base", initializer_range=0.15)
+def test_an_embedding_adapter_finds_what_the_base_does_not(base: Path, tmp_path: Path) -> None:
     meant = {"fox": "red", "dog": "bark", "ABC": "letters", "def": "more", "123": "count", "é": "e"}
     ways = ("the quick {}", "een {}", "over {}!", "{} jumps", "lazy {}; {}", "{} 3")
     pairs = [(way.format(k, k), m) for k, m in meant.items() for way in ways]

@@ -11,25 +11,13 @@ import torch
 from pydantic import ValidationError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from lora_support import PAIRS, spec, trained, write_rows
+from lora_support import spec, trained
 
 from hybrid.engine.engine import Engine
 from hybrid.errors import AdapterRefused
 from hybrid.testing_models import tiny_base
 from hybrid.training import evaluate, rows
 from hybrid.training.servable import check_servable
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_base(tmp_path_factory.mktemp("base") / "base", initializer_range=0.15)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_rows(tmp_path / "train.jsonl", PAIRS * 4)
-    write_rows(tmp_path / "holdout.jsonl", PAIRS[:2])
-    return tmp_path
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid.agents import tracing
 from hybrid.agents.durable import Durable
+from hybrid.agents.semantic import Embedder
 from hybrid.agents.steps import Journal, Scored
 from hybrid.agents.tools import ToolCall, ToolRegistry
 from hybrid.errors import DeadlineExceeded, InvalidRequest, Unavailable
@@ -216,6 +217,20 @@ class Context(Durable):
             return value, {"tokens": result.prompt_tokens, "model_calls": 1}
 
         return Scored(**await self._once("score", run))
+
+    def embedder(self) -> Embedder:
+        """Vectors through the agent's `embedder`. Nothing of it is journalled: call it in a step.
+
+        Raises:
+            InvalidRequest: the agent has none.
+        """
+        if self.spec.embedder is None:
+            raise InvalidRequest(
+                f"agent {self.spec.name!r} has no `embedder`: name an adapter of kind embed"
+            )
+        model = f"{self._model}:{self.spec.embedder}"
+        template = self.spec.embedder_template
+        return Embedder(self._client, model, template=template, tenant=self.task.tenant)
 
     async def tool(self, name: str, **args: Any) -> Any:
         """A tool's JSON result. The tool gets an idempotency key that retries share."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Callable
@@ -96,15 +97,22 @@ async def chain(ctx: Context) -> dict[str, Any]:
 async def _choose(ctx: Context) -> dict[str, Any]:
     """The router's decision, journalled: a retry asks the same agent."""
     from hybrid.agents.router import Router
+    from hybrid.agents.semantic import router_of
 
     names = ctx.spec.routes or tuple(
         name for name, spec in ctx.specs.items() if spec.behaviour not in ("route", "chain")
     )
-    text = ctx.text
+    text, threshold = ctx.text, ctx.spec.threshold
+    specs = [ctx.specs[n] for n in names if n in ctx.specs]
 
-    def decide() -> dict[str, Any]:
-        router = Router([ctx.specs[n] for n in names if n in ctx.specs])
-        decision = router.route(text, threshold=ctx.spec.threshold)
+    async def decide() -> dict[str, Any]:
+        if ctx.spec.embedder is None:
+            decision = await asyncio.to_thread(
+                lambda: Router(specs).route(text, threshold=threshold)
+            )
+        else:
+            embed = ctx.embedder()
+            decision = await router_of(specs, embed).route(text, embed, threshold=threshold)
         return {
             "agent": decision.agent,
             "score": round(decision.score, 4),
@@ -119,7 +127,52 @@ async def _choose(ctx: Context) -> dict[str, Any]:
     return chosen
 
 
-BEHAVIOURS: dict[str, Behaviour] = {"answer": answer, "route": route, "chain": chain}
+async def search(ctx: Context) -> dict[str, Any]:
+    """The texts of `params.documents` that are nearest to the input in meaning.
+
+    `params.k` of them, 5 by default, the nearest first: `hits` with `text`, `place` (of the text
+    in `documents`) and `score` (the cosine). `answer` is the first.
+
+    Raises:
+        InvalidRequest: there is no embedder, or it is not of kind embed; the input is empty.
+        ModelNotFound: the embedder is not in the served release.
+    """
+    from hybrid.agents.semantic import index_of
+
+    documents, k = ctx.spec.params["documents"], ctx.spec.params.get("k", 5)
+    text = ctx.entity
+
+    async def find() -> list[dict[str, Any]]:
+        embed = ctx.embedder()
+        hits = await index_of(documents, embed).search(text, embed, k=k)
+        return [{**vars(hit), "score": round(hit.score, 6)} for hit in hits]
+
+    hits = await ctx.step("search", find)
+    return {"agent": ctx.spec.name, "answer": hits[0]["text"], "hits": hits}
+
+
+def check_search(spec: AgentSpec, where: str) -> None:
+    """Refuse a `search` agent that could not find anything.
+
+    Raises:
+        ConfigError: no embedder, no documents, or a `k` below 1.
+    """
+    documents, k = spec.params.get("documents"), spec.params.get("k", 5)
+    texts = documents if isinstance(documents, list | tuple) else ()
+    if spec.embedder is None:
+        raise ConfigError(f"{where}: embedder: behaviour search needs an adapter of kind embed")
+    if not texts or not all(isinstance(t, str) and t.strip() for t in texts):
+        raise ConfigError(f"{where}: params.documents: must be a list of texts, none of them empty")
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise ConfigError(f"{where}: params.k: {k!r} must be a whole number, 1 or more")
+
+
+BEHAVIOURS: dict[str, Behaviour] = {
+    "answer": answer,
+    "route": route,
+    "chain": chain,
+    "search": search,
+}
 
 
 def _nonempty(text: str, output: str) -> str | None:

@@ -4,6 +4,7 @@ Words and character n-grams, weighted by how few agents use them (tf-idf, Salton
 compared by cosine with each agent's examples and description. The score is calibrated: a softmax
 whose temperature is fitted on the agents' own examples, each left out in turn (temperature
 scaling, Guo et al. 2017). Nothing is trained; a new agent is routable as soon as it is described.
+With vectors of the texts (see `semantic`) nearness is half that of words and half that of meaning.
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hybrid.agents.spec import AgentSpec
 
 Vector = Mapping[str, float]
+Meaning = Sequence[float]
 _NGRAMS = (3, 4, 5)
 _WORD_WEIGHT = 2.0
 _DESCRIPTION_WEIGHT = 0.6
 _TEMPERATURES = (0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3)
 _FAMILIAR = 0.08
 """Below this cosine an input resembles nothing any agent is for, whichever is nearest."""
+_UNRELATED = 0.9
+"""Share of the examples of different agents whose cosine of meanings counts as none."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,18 @@ class Router:
 
     Args:
         specs: the agents; one without description and examples is never chosen.
+        meanings: a unit vector for each of their examples and descriptions, by text.
     """
 
-    def __init__(self, specs: Sequence[AgentSpec]) -> None:
+    def __init__(
+        self, specs: Sequence[AgentSpec], *, meanings: Mapping[str, Meaning] | None = None
+    ) -> None:
+        self._meanings = {
+            s.name: [meanings.get(e, ()) for e in (*s.examples, s.description)]
+            for s in specs
+            if meanings is not None
+        }
+        self._floor = _floor(list(self._meanings.values()))
         self._examples = {s.name: [_features(e) for e in s.examples] for s in specs}
         self._descriptions = {s.name: _features(s.description) for s in specs}
         self._idf = _idf(
@@ -59,17 +73,20 @@ class Router:
         self._described = {name: _weigh(d, self._idf) for name, d in self._descriptions.items()}
         self._temperature = self._calibrate()
 
-    def route(self, text: str, *, threshold: float = 0.35) -> Decision:
+    def route(
+        self, text: str, *, threshold: float = 0.35, meaning: Meaning | None = None
+    ) -> Decision:
         """The agent for a text.
 
         Args:
             threshold: the calibrated score below which nobody is chosen.
+            meaning: the text's unit vector, where the agents' were given.
         """
         if not self._examples:
             return Decision(None, 0.0, {}, "there are no agents to choose among")
         if not re.search(r"\w", text):
             return Decision(None, 0.0, {}, "the input has no words")
-        similar = self._similarities(_weigh(_features(text), self._idf))
+        similar = self._similarities(_weigh(_features(text), self._idf), meaning)
         scores = _softmax(similar, self._temperature)
         best = max(scores, key=lambda n: (scores[n], n))
         if similar[best] < _FAMILIAR:
@@ -84,22 +101,34 @@ class Router:
         return Decision(best, scores[best], scores, f"{best} with {scores[best]:.2f}")
 
     def _similarities(
-        self, vector: Vector, leave_out: tuple[str, int] | None = None
+        self,
+        vector: Vector,
+        meaning: Meaning | None = None,
+        leave_out: tuple[str, int] | None = None,
     ) -> dict[str, float]:
-        """Cosine with the nearest example, or a share of that with the description."""
+        """Nearness to the nearest example, or a share of that to the description."""
         out = {}
         for name, examples in self._weighted.items():
-            near = _DESCRIPTION_WEIGHT * _cosine(vector, self._described[name])
-            for i, example in enumerate(examples):
-                if (name, i) != leave_out:
-                    near = max(near, _cosine(vector, example))
-            out[name] = near
+            meanings = self._meanings.get(name, [])
+
+            def near(other: Vector, place: int, meanings: list[Meaning] = meanings) -> float:
+                words = _cosine(vector, other)
+                if not meaning or not meanings:
+                    return words
+                cosine: float = sum(map(mul, meaning, meanings[place]))
+                return (words + max(0.0, (cosine - self._floor) / (1 - self._floor))) / 2
+
+            out[name] = max(
+                _DESCRIPTION_WEIGHT * near(self._described[name], -1),
+                *(near(e, i) for i, e in enumerate(examples) if (name, i) != leave_out),
+                0.0,
+            )
         return out
 
     def _calibrate(self) -> float:
         """The temperature with the least negative log likelihood of left-out examples."""
         cases = [
-            (name, self._similarities(example, (name, i)))
+            (name, self._similarities(example, self._meaning_of(name, i), (name, i)))
             for name, examples in self._weighted.items()
             for i, example in enumerate(examples)
             if len(examples) > 1
@@ -110,6 +139,21 @@ class Router:
             _TEMPERATURES,
             key=lambda t: sum(-math.log(_softmax(s, t)[name] + 1e-9) for name, s in cases),
         )
+
+    def _meaning_of(self, name: str, example: int) -> Meaning | None:
+        return self._meanings[name][example] if self._meanings else None
+
+
+def _floor(agents: Sequence[Sequence[Meaning]]) -> float:
+    """The cosine that examples of different agents reach: what is alike in all texts is no sign."""
+    between = sorted(
+        sum(map(mul, a, b))
+        for i, one in enumerate(agents)
+        for other in agents[:i]
+        for a in one[:-1]
+        for b in other[:-1]
+    )
+    return min(0.99, between[int(_UNRELATED * len(between))]) if between else 0.5
 
 
 def _features(text: str) -> Counter[str]:

@@ -12,7 +12,7 @@ from pydantic_core import from_json, to_json
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from hybrid.agents.builtin import resolve_behaviour, resolve_verifier
+from hybrid.agents.builtin import check_search, resolve_behaviour, resolve_verifier
 from hybrid.agents.store import unavailable
 from hybrid.config import NAME, AgentConfig, explain
 from hybrid.errors import ConfigError, Conflict, NotFound
@@ -66,7 +66,7 @@ class AgentSpec(AgentConfig):
         Raises:
             ConfigError: an unknown key, a bad value or one without a JSON form, a behaviour or
                 verifier that does not import, an `extract` that is not a regular expression with
-                one group.
+                one group, a `search` without an embedder or documents.
         """
         fields = config.model_dump() if isinstance(config, AgentConfig) else dict(config)
         where = f"agent {name!r}"
@@ -77,7 +77,13 @@ class AgentSpec(AgentConfig):
             raise ConfigError(explain(e, where, cls)) from None
         if "{input}" not in spec.template:
             raise ConfigError(f"{where}: template: {spec.template!r} must contain {{input}}")
+        if "{input}" not in spec.embedder_template:
+            raise ConfigError(
+                f"{where}: embedder_template: {spec.embedder_template!r} must contain {{input}}"
+            )
         resolve_behaviour(spec.behaviour, where)
+        if spec.behaviour == "search":
+            check_search(spec, where)
         if spec.verify is not None:
             resolve_verifier(spec.verify, where)
         extract = spec.params.get("extract")

@@ -6,6 +6,7 @@ too. What a backend cannot do it answers with `Unsupported` (501), never with so
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,15 @@ class AdapterRef:
     digest: str
     base_digest: str
     path: Path
+
+    def kind(self) -> str | None:
+        """What it was trained for (`adapters.NAME.kind`); None where its maker does not say."""
+        try:
+            about = json.loads((self.path / "hybrid.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:  # PEFT's own files alone
+            return None
+        kind: str | None = about.get("kind")
+        return kind
 
 
 @dataclass(frozen=True, kw_only=True)

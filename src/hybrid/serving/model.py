@@ -99,8 +99,19 @@ class ModelServer:
             return await backend.score(request, adapter)
 
     async def embed(self, request: EmbedRequest) -> EmbedResult:
-        """Embed texts."""
+        """Embed texts.
+
+        Raises:
+            InvalidRequest: the adapter was trained for answers, so that its vectors mean little.
+        """
         async with self._serving(request.model) as (backend, adapter):
+            kind = adapter.kind() if adapter else None
+            if adapter and kind not in (None, "embed"):
+                raise InvalidRequest(
+                    f"adapter {adapter.name!r} is of kind {kind} and makes no vectors: ask one of"
+                    " kind embed, or the base",
+                    param="model",
+                )
             return await backend.embed(request, adapter)
 
     async def cancel(self, request_id: str) -> bool:

@@ -19,6 +19,7 @@ from hybrid.errors import HybridError, PlacementError, TrainingError, Unavailabl
 from hybrid.pools import GPU
 from hybrid.registry import Manifest, Registry
 from hybrid.training import rows
+from hybrid.training.adapter_state import FILE
 from hybrid.training.parallel import backend
 from hybrid.training.progress import Progress
 
@@ -229,7 +230,7 @@ class LoraWorker:
             raise TrainingError(
                 f"{why}: not published; train longer, look at the data, or publish it with --force"
             )
-        return self._registry.publish(
+        manifest = self._registry.publish(
             "adapter",
             name,
             folder / "adapter",
@@ -238,6 +239,8 @@ class LoraWorker:
             data_digest=data.digest,
             metrics=metrics,
         )
+        (folder / FILE).unlink()
+        return manifest
 
     def _base_for(self, precision: str) -> Any:
         """The base in memory; read again for another precision, and where it is sharded."""
