@@ -19,15 +19,14 @@ from hybrid.training.parallel import Precision
 STATES = 2
 """Numbers AdamW keeps for each parameter."""
 ADVICE = {
-    "parameters": "shard them over more workers (strategy fsdp), or parallel.offload",
+    "parameters": "shard them over more workers (strategy fsdp)",
     "gradients": "shard them: strategy fsdp; with fsdp they are whole while micro-batches"
     " accumulate: more workers or fewer micro_batches",
-    "optimiser": "shard it over more workers (strategy fsdp), or parallel.offload",
-    "gathered": "parallel.reshard: true, or strategy tp",
-    "activations": "parallel.activation_checkpointing: full, or a smaller micro_batch or"
-    " sequence_length",
+    "optimiser": "shard it over more workers (strategy fsdp)",
+    "gathered": "a model of smaller blocks",
+    "activations": "a smaller micro_batch or sequence_length",
     "logits and loss": "a smaller micro_batch or sequence_length, or a smaller vocabulary",
-    "reduction": "strategy tp, or a model of smaller blocks",
+    "reduction": "a model of smaller blocks",
 }
 """The terms, and what to change when one dominates and the model does not fit."""
 
