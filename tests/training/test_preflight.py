@@ -38,7 +38,8 @@ GIB = 2**30
 
 
 def raw(folder: Path, **training: Any) -> dict[str, Any]:
-    (folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 2000)
+    if not (folder / "corpus.txt").exists():  # else its shards would have to be made anew
+        (folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 2000)
     return {
         "run": {"name": "t", "dir": str(folder / "run")},
         "model": {
@@ -132,7 +133,9 @@ def test_storage_space_driver_nodes_and_shards() -> None:
     ]  # fmt: skip
     assert checks.check_nodes(2, [node()], {"id-b": "none within 30 s"}).status == "fail"
     assert checks.check_nodes(0, [], {}).status == "warn"
-    assert checks.check_shards(True, [node(shards="shard 3 is cut short")]).status == "fail"
+    assert checks.check_shards(True, None, [node(shards="cut short")]).said == "a: cut short"
+    assert checks.check_shards(True, "cut short", []).said == "the driver: cut short"
+    assert checks.check_shards(False, None, [node()]).status == "ok"
 
 
 def test_batch_arithmetic(tmp_path: Path) -> None:
@@ -153,7 +156,7 @@ def test_batch_arithmetic(tmp_path: Path) -> None:
 def test_all_that_failed_is_in_one_error() -> None:
     bad = [
         checks.check_driver("spot"),
-        checks.check_shards(True, [node(shards="x")]),
+        checks.check_shards(True, None, [node(shards="x")]),
         checks.check_nodes(0, [], {}),
     ]
     error = failure(bad)
@@ -211,7 +214,7 @@ def test_everything_on_a_real_cluster(ray_cluster: Any, tmp_path: Path) -> None:
     assert told[0].startswith("preflight: ")
 
     # A storage of which every process has its own, shards that were cut short, too many workers.
-    [shard] = sorted(data.train.glob("*.tokens"))[:1]
+    [shard] = sorted(data.train.glob("*.tokens.npy"))[:1]
     shard.write_bytes(shard.read_bytes()[:-2])
     bad = {"workers": 99, "checkpoint": {"storage": "memory://ckpt"}}
     broken = project(tmp_path, **bad)

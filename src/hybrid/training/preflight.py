@@ -180,10 +180,16 @@ def check_space(
     return Check(name="space", status="ok", said=said)
 
 
-def check_shards(prepared: bool, nodes: Sequence[Probe]) -> Check:
-    """Whether every node can read the corpus as it was prepared."""
+def check_shards(prepared: bool, driver: str | None, nodes: Sequence[Probe]) -> Check:
+    """Whether every node can read the corpus as it was prepared.
+
+    Args:
+        driver: what is wrong with it as the driver sees it.
+    """
     if not prepared:
         return Check(name="shards", status="ok", said="not made yet: looked at again before step 1")
+    if driver is not None:
+        return Check(name="shards", status="fail", said=f"the driver: {driver}")
     faults = [f"{n.host}: {n.shards}" for n in nodes if n.shards]
     if faults:
         do = "keep run.dir where every node sees it"

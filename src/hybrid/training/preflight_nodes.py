@@ -32,7 +32,7 @@ from hybrid.training.preflight import (
     check_versions,
     failure,
 )
-from hybrid.training.probe import Asked, Probe, clear, probe, versions, wait_for
+from hybrid.training.probe import Asked, Probe, clear, probe, try_shards, versions, wait_for
 from hybrid.training.shards import ShardSet
 from hybrid.training.slots import NOBODY, Avoid, has_gpus, pool_nodes, wait_for_slots
 from hybrid.training.storage import Storage
@@ -101,7 +101,8 @@ def preflight(
     finally:
         clear(storages, asked, ["driver", *(n["NodeID"] for n in pool)])
     most = max((int(n["Resources"].get(GPU.resource, 1)) for n in pool), default=1)
-    tokens = ShardSet(data.train).tokens if data else None
+    unread = try_shards(asked.shards)
+    tokens = ShardSet(data.train).tokens if data and unread is None else None
     needs = _estimate(config, data)
     ranks = min(most, settings.most_workers)
     of_model = (
@@ -118,7 +119,7 @@ def preflight(
         check_driver(_driver_labels().get(MARKET)),
         check_versions(versions(), nodes),
         *(check_storage(url, mine[url], nodes, unseen.get(url, set())) for url in storages),
-        check_shards(data is not None, nodes),
+        check_shards(data is not None, unread, nodes),
         check_batches(settings, tokens, None if config.model.source else config.model.context),
         *of_model,
     ]

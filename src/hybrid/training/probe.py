@@ -99,7 +99,7 @@ def probe(node: str, asked: Asked) -> Probe:
         memory=free_memory(),
         storage=storage,
         free=free,
-        shards=next((fault for f in asked.shards if (fault := _try_shards(Path(f)))), None),
+        shards=try_shards(asked.shards),
     )
 
 
@@ -194,11 +194,13 @@ def wait_for(at: Storage, path: str, token: str, timeout_s: float = SEEN_S) -> b
         time.sleep(0.1)
 
 
-def _try_shards(folder: Path) -> str | None:
-    try:
-        ShardSet(folder)
-    except (HybridError, OSError) as e:
-        return str(e)
+def try_shards(folders: Sequence[str]) -> str | None:
+    """What is wrong with the first of these corpora that cannot be read here; None if nothing."""
+    for folder in folders:
+        try:
+            ShardSet(Path(folder))
+        except (HybridError, OSError) as e:
+            return str(e)
     return None
 
 
