@@ -22,6 +22,7 @@ from hybrid.cluster.local import LocalCluster, State
 from hybrid.config import AgentConfig, ProjectConfig
 from hybrid.errors import NotFound, Unavailable
 from hybrid.project_runs import Runs
+from hybrid.planning_verbs import PlanningVerbs
 
 if TYPE_CHECKING:
     import httpx
@@ -45,7 +46,7 @@ def open(path: str | Path = "hybrid.yaml", overrides: dict[str, Any] | None = No
     return Project(configs.load(path, overrides))
 
 
-class Project:
+class Project(PlanningVerbs):
     """One project: its configuration and the verbs on it.
 
     Verbs that need Ray use, in this order: the cluster at RAY_ADDRESS, the project's running local
@@ -85,8 +86,7 @@ class Project:
 
             manifest = train_base(
                 self.config, self.registry, fresh=fresh, on_progress=on_progress,
-                gate=lambda: gate(self, on_progress),
-            )  # fmt: skip
+                gate=lambda: gate(self, on_progress))  # fmt: skip
         try:
             self.registry.release(self.alias)
         except NotFound:

@@ -224,10 +224,12 @@ def _too_few(points: tuple[Point, ...]) -> Fit:
         " them whatever the truth is, so there is no residual, no knee and no prediction"
     ]
     if first.workers == 1:
-        speedup = last.rate / first.rate
+        share = serial_share(last.workers, last.rate / first.rate)
         notes.append(
-            f"were all that is lost serial work (Karp and Flatt 1990), its share would be"
-            f" {100 * serial_share(last.workers, speedup):.1f} %"
+            "were all that is lost serial work (Karp and Flatt 1990), its share would be"
+            f" {100 * share:.1f} %"
+            if share <= 1
+            else f"{last.workers} workers do less than one: that is overhead, no serial work"
         )
     return Fit(model="none", points=points, gamma=gamma, notes=tuple(notes))
 

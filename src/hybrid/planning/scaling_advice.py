@@ -100,8 +100,12 @@ def recommend(fit: Fit) -> Recommendation:
     best = _most(rates, MARGIN)
     most = max(best, _most(rates, ELASTIC_MARGIN))
     fewest = next(n for n in sorted(rates) if rates[n] >= FALL_BACK * rates[best])
-    adds = f"the last worker added still does at least {100 * MARGIN:.0f} % of what one alone does"
-    why = f"{adds}, {'as measured' if fit.model == 'none' else 'by the fitted law'}"
+    adds = f"at least {100 * MARGIN:.0f} % of what one alone does"
+    why = (
+        f"the last worker added still does {adds}"
+        if best > min(rates)
+        else f"one more worker would not add {adds}"
+    ) + (", as measured" if fit.model == "none" else ", by the fitted law")
     if fit.knee is not None and math.isfinite(fit.knee.value):
         why += f"; the knee is at {fit.knee.value:.1f}"
     if best > fit.points[-1].workers:
@@ -138,7 +142,7 @@ def two_worker_check(points: Sequence[Point], facts: Mapping[str, Any]) -> Check
         facts: what is known of the runs, all optional: `unit` ("workers" or "nodes"), `mode`,
             `strategy`, `cores` (of the machine), `cpus_per_worker`, `one_machine`,
             `communication_share` (exposed, of a step, by a profile), `input_share`,
-            `tokens_per_worker_step`, `link_gb_s` (audited).
+            `tokens_per_worker_step`, `network_gib_s` (audited).
     """
     rates, unit = {p.workers: p.rate for p in points}, facts.get("unit", "workers")
     name = f"two-{unit}"
@@ -179,9 +183,11 @@ def _causes(points: Sequence[Point], facts: Mapping[str, Any]) -> list[str]:
     share = facts.get("input_share")
     if share is not None and share > 0.1:
         likely.append(f"{100 * share:.0f} % of a step waits for data, whatever the workers")
-    link = facts.get("link_gb_s")
+    link = facts.get("network_gib_s")
     if link is not None:
-        usual.append(f"the link: the audit measured {link:.3g} GB/s")
+        usual.append(
+            f"the network: the audit's all-reduce reached {link:.3g} GiB/s of bus bandwidth"
+        )
     else:
         usual.append(
             "the network: TCP where RDMA was meant, or a slow interface (NCCL_SOCKET_IFNAME,"
