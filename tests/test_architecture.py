@@ -34,6 +34,7 @@ OUTER = {
     "planning_verbs",
     "audits",
     "scaling_runs",
+    "profiles",
     "cli",
     "cli_audit",
     "cli_common",

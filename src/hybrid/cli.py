@@ -305,6 +305,7 @@ def doctor(config: Config = DEFAULT, as_json: AsJson = False) -> None:
 app.command("audit", epilog=cli_audit.EPILOG)(cli_audit.audit)
 app.command("advise", epilog=cli_plan.EPILOG)(cli_plan.advise)
 app.command("scale", epilog=cli_scale.SCALE_EPILOG)(cli_scale.scale)
+app.command("profile", epilog=cli_scale.PROFILE_EPILOG)(cli_scale.profile)
 
 
 @app.command()

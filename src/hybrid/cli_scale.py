@@ -11,31 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hybrid import project
-from hybrid.errors import ConfigError
+from hybrid.cli_common import DEFAULT, Config, Sets, err, open_project, out
+from hybrid.errors import ConfigError, DataError
 from hybrid.show import Bars
 
 if TYPE_CHECKING:
     from hybrid.planning.sweep import Mode, Sweep
 
-out = Console()
-err = Console(stderr=True)
 
 SCALE_EPILOG = """Example: hybrid scale --workers 1,2,4 --steps 20 --html scaling.html. Or: hybrid
 scale --mode weak --usd-per-hour 2.5 --json scaling.json."""
 
-Config = Annotated[Path, typer.Option("-c", "--config", help="The project file.")]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override a key, e.g. --set training.micro_batch=4 (repeatable)."),
-]
 JsonFile = Annotated[str | None, typer.Option("--json", help="Write all of it here; - is stdout.")]
-DEFAULT = Path("hybrid.yaml")
 
 
 class ModeChoice(StrEnum):
@@ -76,7 +66,7 @@ def scale(
     from hybrid.planning.scaling_page import to_html
     from hybrid.planning.sweep import as_json
 
-    p = _open(config, sets)
+    p = open_project(config, sets)
     with Bars(err) as bars:
         sweeps = p.scale(
             workers=_counts(workers),
@@ -94,16 +84,6 @@ def scale(
     if json_file != "-":
         for sweep in sweeps:
             _show(sweep)
-
-
-def _open(config: Path, sets: list[str] | None) -> project.Project:
-    overrides = {}
-    for item in sets or []:
-        key, eq, value = item.partition("=")
-        if not eq:
-            raise ConfigError(f"--set {item}: expected KEY=VALUE, e.g. training.micro_batch=4")
-        overrides[key] = yaml.safe_load(value)
-    return project.open(config, overrides)
 
 
 def _counts(text: str | None) -> list[int] | None:
@@ -154,4 +134,77 @@ def _show(sweep: Sweep) -> None:
     out.print(
         f"[bold]training.workers: {sweep.recommendation.workers}[/], elastic"
         f" [bold]{escape(f'[{fewest}, {most}]')}[/]: {escape(sweep.recommendation.why)}"
+    )
+
+
+PROFILE_EPILOG = """Example: hybrid profile --workers 2 --html profile.html. Or: hybrid profile
+--try --json profile.json; hybrid profile --read .hybrid/profiles/20261202T171500."""
+
+
+def profile(
+    config: Config = DEFAULT,
+    sets: Sets = None,
+    workers: Annotated[
+        int | None, typer.Option(help="By default the most of training.workers.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps that are recorded.")] = 3,
+    warmup: Annotated[int, typer.Option(help="Steps before them that are not.")] = 3,
+    try_knobs: Annotated[
+        bool, typer.Option("--try", help="Measure what each knob does, too: a run for each.")
+    ] = False,
+    read: Annotated[
+        Path | None, typer.Option(help="Judge the traces (*.json, *.json.gz) of a folder instead.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page here.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """What a step is bound by: compute, memory, communication, input or the host; what to try."""
+    from hybrid.planning import profile_page
+    from hybrid.planning.trace import read_trace
+    from hybrid.planning.verdict import judge
+
+    name, tried, folder = "the job", [], read
+    if read is not None:
+        paths = sorted([*read.glob("*.json"), *read.glob("*.json.gz")])
+        if not paths:
+            raise DataError(f"--read {read}: no *.json or *.json.gz in there")
+        ranks = tuple(read_trace(path) for path in paths)
+        verdict = judge(ranks)
+    else:
+        p = open_project(config, sets)
+        with Bars(err) as bars:
+            done = p.profile(
+                workers=workers,
+                steps=steps,
+                warmup=warmup,
+                try_knobs=try_knobs,
+                on_progress=bars.training,
+            )
+        name, ranks, verdict = p.config.run.name, done.ranks, done.verdict
+        tried, folder = list(done.tried), done.folder
+    rows = [[t.knob, t.outcome, f"{t.ratio:.2f}" if t.ratio else "", t.text] for t in tried]
+    head = ["knob", "outcome", "tokens/s, times", "what"]
+    if html is not None:
+        shown = profile_page.table(head, rows) if rows else ""
+        page = profile_page.to_html(ranks, verdict, name=name, tried=shown)
+        html.write_text(page, encoding="utf-8")
+    data = {**profile_page.as_json(ranks, verdict), "tried": [vars(t) for t in tried]}
+    _write(data, json_file)
+    if json_file == "-":
+        return
+    for warning in verdict.warnings:
+        out.print(warning, style="bold red", markup=False)
+    out.print(f"[bold]{verdict.bound}-bound[/], {1e3 * verdict.seconds:.1f} ms a step")
+    for sentence in verdict.evidence:
+        out.print(f"  {sentence}", markup=False)
+    if tried:
+        table = Table(*head)
+        for row in rows:
+            table.add_row(*(escape(cell) for cell in row))
+        out.print(table)
+    else:
+        for knob in verdict.knobs:
+            out.print(f"  try {knob.name}: {knob.text}", markup=False)
+    out.print(
+        f"traces of {len(ranks)} ranks in {folder}; they open in ui.perfetto.dev", markup=False
     )

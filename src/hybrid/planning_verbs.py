@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybrid.planning.sweep import Mode, Sweep
+    from hybrid.profiles import Profiled
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -30,3 +31,19 @@ class PlanningVerbs:
         from hybrid.scaling_runs import scale
 
         return scale(self, workers=workers, modes=modes, on_progress=on_progress, **options)  # type: ignore[arg-type]
+
+    def profile(
+        self,
+        *,
+        workers: int | None = None,
+        on_progress: Progress | None = None,
+        **options: Any,
+    ) -> Profiled:
+        """What a step of training is bound by, from traces of all ranks; see `profiles.profile`.
+
+        Raises:
+            ConfigError, DataError, PlacementError, TrainingError.
+        """
+        from hybrid.profiles import profile
+
+        return profile(self, workers=workers, on_progress=on_progress, **options)  # type: ignore[arg-type]

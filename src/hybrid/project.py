@@ -21,8 +21,8 @@ from hybrid.client import request
 from hybrid.cluster.local import LocalCluster, State
 from hybrid.config import AgentConfig, ProjectConfig
 from hybrid.errors import NotFound, Unavailable
-from hybrid.project_runs import Runs
 from hybrid.planning_verbs import PlanningVerbs
+from hybrid.project_runs import Runs
 
 if TYPE_CHECKING:
     import httpx

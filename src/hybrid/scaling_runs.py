@@ -66,7 +66,7 @@ def scale(
     config = project.config
     counts = _counts(config, workers, modes, steps, warmup)
     say = on_progress or (lambda record: None)
-    wide = _with_training(config, workers=counts[-1])
+    wide = with_training(config, workers=counts[-1])
     with type(project)(wide).ray():  # a cluster of its own must have slots for the most
         from hybrid.training.trainer import made_data
 
@@ -81,7 +81,7 @@ def scale(
                     say({"message": f"{mode}, {count} workers: measured before"})
                     continue
                 say({"message": f"{mode}, {count} workers: {warmup} + {steps} steps"})
-                done[mode, count] = _measure(config, data, mode, count, steps, warmup, say)
+                done[mode, count] = measure(config, data, mode, count, steps, warmup, say)
                 kept.write(list(done.values()))
         facts = _facts(config)
     return [
@@ -125,7 +125,8 @@ def _counts(
     return counts
 
 
-def _with_training(config: ProjectConfig, **changes: Any) -> ProjectConfig:
+def with_training(config: ProjectConfig, **changes: Any) -> ProjectConfig:
+    """The project with other keys of `training`, checked as if it were written so."""
     training = TrainingConfig.model_validate({**config.training.model_dump(), **changes})
     return config.model_copy(update={"training": training})
 
@@ -133,7 +134,7 @@ def _with_training(config: ProjectConfig, **changes: Any) -> ProjectConfig:
 def timed_config(config: ProjectConfig, *, steps: int, **changes: Any) -> ProjectConfig:
     """The project's job for `steps` steps with nothing between them: no evaluation, no saves."""
     never = 10**9
-    return _with_training(
+    return with_training(
         config,
         steps=steps,
         audit="off",
@@ -144,7 +145,7 @@ def timed_config(config: ProjectConfig, *, steps: int, **changes: Any) -> Projec
     )
 
 
-def _measure(
+def measure(
     config: ProjectConfig,
     data: PreparedData,
     mode: Mode,
@@ -153,7 +154,7 @@ def _measure(
     warmup: int,
     say: Progress,
 ) -> Measured:
-    """One run, from nothing to nothing: its folder is removed before and after."""
+    """Time one run, from nothing to nothing: its folder is removed before and after."""
     import ray
 
     from hybrid.training.loop import Job

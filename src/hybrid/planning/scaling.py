@@ -21,6 +21,8 @@ from hybrid.errors import DataError, MissingExtra
 
 CONFIDENCE = 0.9
 """Of every interval given here."""
+ROUNDING = 1e-6
+"""A share of the rate that a term is too small to mean anything below."""
 RESAMPLES = 400
 """Fits to resampled residuals that an interval is read from."""
 Model = Literal["usl", "amdahl", "none"]
@@ -122,6 +124,8 @@ def fit(points: Sequence[Point], *, seed: int = 0) -> Fit:
     share = math.sqrt(sum(m * m for m in missed) / len(points))
     sigmas, kappas, knees = _resampled(points, best, missed, terms, seed)
     sigma, kappa = best[1] / best[0], (best[2] / best[0] if terms == 3 else 0.0)
+    if kappa * points[-1].workers ** 2 < ROUNDING:
+        kappa = 0.0
     knee = knee_of(sigma, kappa)
     made = Fit(
         model=model,
