@@ -55,7 +55,8 @@ def scale(
         workers: the counts; by default 1, 2, 4, … up to `training.workers`.
         modes: `strong` keeps the step as it is, `weak` gives each worker as much as one has.
         steps: timed for each count, after `warmup` steps that are not.
-        usd_per_hour: the price of one worker's share of a node.
+        usd_per_hour: the price of one worker's share of a node; by default
+            `training.usd_per_hour`.
         fresh: measure all again.
         on_progress: called with each record of the runs' progress files, and `{"message": …}`.
 
@@ -88,7 +89,7 @@ def scale(
         assess(
             [done[mode, count] for count in counts],
             {**facts, **_where([done[mode, count] for count in counts])},
-            usd_per_hour,
+            config.training.usd_per_hour if usd_per_hour is None else usd_per_hour,
         )
         for mode in modes
     ]
@@ -199,7 +200,8 @@ class _Kept:
     """Measurements on disk, one file for one state of job, data and sweep."""
 
     def __init__(self, config: ProjectConfig, data: PreparedData, steps: int, warmup: int) -> None:
-        apart = {"workers", "resize_s", "audit", "checkpoint", "faults", "eval_every", "steps"}
+        apart = {"workers", "resize_s", "audit", "checkpoint", "faults", "eval_every", "steps",
+                 "usd_per_hour"}  # fmt: skip
         decides = [
             config.model.model_dump(mode="json"),
             config.training.model_dump(mode="json", exclude=apart),
