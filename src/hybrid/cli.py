@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from hybrid import __version__, cli_audit, cli_plan, cli_runs
+from hybrid import __version__, cli_audit, cli_plan, cli_runs, cli_scale
 from hybrid.cli_common import DEFAULT, AsJson, Config, Sets, err, out
 from hybrid.cli_common import open_project as _open
 from hybrid.cli_common import show as _print
@@ -304,6 +304,8 @@ def doctor(config: Config = DEFAULT, as_json: AsJson = False) -> None:
 
 app.command("audit", epilog=cli_audit.EPILOG)(cli_audit.audit)
 app.command("advise", epilog=cli_plan.EPILOG)(cli_plan.advise)
+app.command("scale", epilog=cli_scale.SCALE_EPILOG)(cli_scale.scale)
+app.command("profile", epilog=cli_scale.PROFILE_EPILOG)(cli_scale.profile)
 
 
 @app.command()

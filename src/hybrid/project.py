@@ -21,6 +21,7 @@ from hybrid.client import request
 from hybrid.cluster.local import LocalCluster, State
 from hybrid.config import AgentConfig, ProjectConfig
 from hybrid.errors import NotFound, Unavailable
+from hybrid.planning_verbs import PlanningVerbs
 from hybrid.project_runs import Runs
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def open(path: str | Path = "hybrid.yaml", overrides: dict[str, Any] | None = No
     return Project(configs.load(path, overrides))
 
 
-class Project:
+class Project(PlanningVerbs):
     """One project: its configuration and the verbs on it.
 
     Verbs that need Ray use, in this order: the cluster at RAY_ADDRESS, the project's running local
@@ -85,8 +86,7 @@ class Project:
 
             manifest = train_base(
                 self.config, self.registry, fresh=fresh, on_progress=on_progress,
-                gate=lambda: gate(self, on_progress),
-            )  # fmt: skip
+                gate=lambda: gate(self, on_progress))  # fmt: skip
         try:
             self.registry.release(self.alias)
         except NotFound:

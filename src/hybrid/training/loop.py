@@ -30,6 +30,7 @@ from hybrid.training.parallel import Precision, World, spread
 from hybrid.training.policy import Policy, Verdict
 from hybrid.training.position import Position
 from hybrid.training.processes import Process
+from hybrid.training.profiling import Profiling, watched_position
 from hybrid.training.progress import Progress
 from hybrid.training.step import StepResult, evaluate, train_step
 from hybrid.training.stragglers import OwnTime, Stragglers
@@ -47,6 +48,7 @@ class Job:
     config: ProjectConfig
     data: PreparedData
     run_id: str
+    profiling: Profiling | None = None
 
     @property
     def folder(self) -> Path:
@@ -92,9 +94,12 @@ def train(
 
     A run that hangs raises nothing: its processes end, see `watchdog`.
     """
-    world, position = World.current(job.config.training.parallel.tensor), Position()
+    world = World.current(job.config.training.parallel.tensor)
     hang_s = job.config.training.faults.hang_s
-    with Watchdog(job.folder, world, position, hang_s, node=place) as watchdog:
+    with (
+        watched_position(job.profiling, job.folder, world) as position,
+        Watchdog(job.folder, world, position, hang_s, node=place) as watchdog,
+    ):
         return _train(job, report, notice, world, position, watchdog.processes)
 
 

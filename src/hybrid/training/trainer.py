@@ -21,7 +21,7 @@ from hybrid.errors import NotFound
 from hybrid.pools import GPU
 from hybrid.registry import Manifest, Registry
 from hybrid.training.corpus import prepare_once
-from hybrid.training.data import ShardTask, prepare_data, prepared
+from hybrid.training.data import PreparedData, ShardTask, prepare_data, prepared
 from hybrid.training.loop import Job
 from hybrid.training.preflight_nodes import guard
 from hybrid.training.progress import Follower
@@ -68,9 +68,7 @@ def train_base(
     say, began = on_progress or (lambda record: None), time.time()
     if prepared(config) is None:  # making it may take long: what fails then had better fail now
         guard(config, say, wait_s=PLACE_S)
-    if prepare_once(config.data, config.run.dir / "data"):
-        say({"message": f"made the data with {config.data.prepare}"})
-    data = prepare_data(config, run_all=_in_ray_tasks)
+    data = made_data(config, say)
     job = Job(config=config, data=data, run_id=run_id or default_run_id(config, data.digest))
     if fresh:
         shutil.rmtree(job.folder, ignore_errors=True)
@@ -101,6 +99,13 @@ def train_base(
             data_digest=data.digest,
             metrics=json.loads(results.read_text()),
         )
+
+
+def made_data(config: ProjectConfig, say: OnProgress) -> PreparedData:
+    """The project's data, made where it is not there yet. Raises what `prepare_data` does."""
+    if prepare_once(config.data, config.run.dir / "data"):
+        say({"message": f"made the data with {config.data.prepare}"})
+    return prepare_data(config, run_all=_in_ray_tasks)
 
 
 def default_run_id(config: ProjectConfig, data_digest: str) -> str:
