@@ -33,6 +33,7 @@ from hybrid.sections_base import NAME, Name
 from hybrid.sections_training import (
     AdapterConfig,
     CheckpointConfig,
+    CompressionConfig,
     FaultConfig,
     LoraConfig,
     ParallelConfig,
@@ -53,6 +54,7 @@ __all__ = [
     "TokenizerConfig",
     "DataConfig",
     "CheckpointConfig",
+    "CompressionConfig",
     "FaultConfig",
     "ParallelConfig",
     "Strategy",

@@ -32,6 +32,36 @@ class ParallelConfig(Section):
     """One kernel for the whole optimiser step."""
 
 
+class CompressionConfig(Section):
+    """What travels between ranks when gradients are reduced."""
+
+    kind: Literal["none", "bf16", "powersgd", "onebit"] = "none"
+    """`bf16` for ddp, fsdp and hsdp; `powersgd` (Vogels et al. 2019) and `onebit` (the compressed
+    all-reduce of 1-bit Adam, Tang et al. 2021), both with error feedback, for ddp."""
+    rank: int = Field(4, ge=1)
+    """powersgd: rank of the approximation."""
+    warm_start_steps: int = Field(10, ge=0)
+    """powersgd and onebit: first steps without compression."""
+
+
+def compression_refusal(strategy: Strategy, kind: str) -> str | None:
+    """Why gradients cannot be compressed so under this strategy; None if they can."""
+    if kind == "none" or strategy == "ddp":
+        return None
+    if strategy in ("fsdp", "hsdp"):
+        flat = f"{strategy!r} reduces flat shards of many parameters"
+        return {
+            "bf16": None,
+            "powersgd": f"{flat}, which have no rows and columns to factor: 'powersgd' needs"
+            " strategy 'ddp' (or use 'bf16')",
+            "onebit": f"{flat}, added up on their way, and signs with scales do not add: 'onebit'"
+            " needs strategy 'ddp' (or use 'bf16')",
+        }[kind]
+    if strategy == "single":
+        return f"{kind!r} has nothing to do: strategy 'single' sends no gradients"
+    return f"{kind!r} is for strategies 'ddp', 'fsdp' and 'hsdp', not {strategy!r}"
+
+
 class CheckpointConfig(Section):
     """When the run is written down, where, and how many are kept."""
 
@@ -107,6 +137,8 @@ class TrainingConfig(Section):
     """How the model is spread over workers."""
     parallel: ParallelConfig = ParallelConfig()
     """Details of the strategy."""
+    compression: CompressionConfig = CompressionConfig()
+    """Of gradients, between ranks."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """`auto` is bfloat16 compute with float32 parameters and reduction where the GPU has it."""
     workers: (
@@ -141,6 +173,13 @@ class TrainingConfig(Section):
     def _workers_in_order(self) -> TrainingConfig:
         if self.fewest_workers > self.most_workers:
             raise ValueError(f"workers: {list(self.workers)} is not [fewest, most]")  # type: ignore[arg-type]
+        return self
+
+    @model_validator(mode="after")
+    def _compression_fits(self) -> TrainingConfig:
+        refusal = compression_refusal(self.strategy, self.compression.kind)
+        if refusal is not None:
+            raise ValueError(f"compression.kind: {refusal}")
         return self
 
     @property

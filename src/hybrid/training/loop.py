@@ -20,6 +20,8 @@ from hybrid.config import ProjectConfig, TrainingConfig
 from hybrid.errors import TrainingError
 from hybrid.training.bad_batches import record_batch
 from hybrid.training.checkpoint import Checkpoints
+from hybrid.training.checkpoint_state import States
+from hybrid.training.compression import Compression
 from hybrid.training.data import Batch, PreparedData, ShardSet, load_tokenizer
 from hybrid.training.fence import Fence
 from hybrid.training.isolation import check_isolation
@@ -127,13 +129,14 @@ def _train(
     model = spread(model, settings, precision, world)
     if settings.packing == "isolate":
         check_isolation(model, len(tokenizer), world.device)
+    compression = Compression(model, settings.strategy, settings.compression)
     optimizer = make_optimizer(model, settings)
     progress = Progress(job.folder, enabled=world.rank == 0, scalars=True)
     fence = Fence(job.folder)
     if world.rank == 0:
         fence.take()
     policy = Policy(settings.faults)
-    extra = {"policy": policy}
+    extra: States = {"policy": policy, "compression": compression}
     checkpoints = Checkpoints(
         job.checkpoints, world, settings.checkpoint, progress.write, owned=lambda: not fence.lost()
     )
@@ -176,7 +179,7 @@ def _train(
             with progress.phase("data"):
                 return shards.micro_batch(step, index, settings, seed)
 
-        with progress.phase("step"):
+        with progress.phase("step"), compression.step(step):
             result = train_step(
                 model,
                 optimizer,
@@ -200,6 +203,7 @@ def _train(
             _bad_step(job, done, policy.verdict, result, tokenizer, world, progress)
         if result.applied:
             metrics |= {"loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **rates}
+            metrics |= compression.figures()
             progress.write("step", step=done, steps=settings.steps, tokens=result.tokens, **metrics)
         if (slow := stragglers.add(result.own_s)) is not None:
             progress.write("stragglers", step=done, **slow)

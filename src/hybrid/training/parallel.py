@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybrid.config import TrainingConfig
 from hybrid.errors import ConfigError
 from hybrid.training.blocks import wrap_blocks
+from hybrid.training.compression import reduce_dtype
 from hybrid.training.loss import return_loss
 from hybrid.training.norms import set_norms
 from hybrid.training.rules import SHARDED, check_strategy, shard_size
@@ -49,7 +50,8 @@ def spread(
       of the mesh is fsdp.
 
     The next block's parameters are gathered while one computes. Matrix products run in
-    `precision.compute`; reduction and the optimiser in `precision.params`.
+    `precision.compute`; the optimiser and, unless compression says otherwise, reduction in
+    `precision.params`.
 
     Returns:
         What `train_step` takes: called with input_ids and labels it gives the loss summed over
@@ -111,7 +113,7 @@ def _shard(
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=precision.compute if precision.mixed else None,
-            reduce_dtype=precision.params if precision.mixed else None,
+            reduce_dtype=reduce_dtype(settings.compression, precision.params),
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         if parallel.offload

@@ -20,6 +20,7 @@ from hybrid.training.optimizer import clip_gradients
 from hybrid.training.parallel import gradient_sync
 from hybrid.training.position import Position
 from hybrid.training.stragglers import OwnTime
+from hybrid.training.traffic import reducing
 from hybrid.training.world import World
 
 BatchAt = Callable[[int], Batch]
@@ -91,7 +92,7 @@ def train_step(
     for n, (index, batch) in enumerate(batches):
         position.at(f"forward and backward of micro-batch {index}")
         torch.manual_seed(micro_batch_seed(seed, step, index))
-        with gradient_sync(model, on=n == len(batches) - 1):
+        with gradient_sync(model, on=n == len(batches) - 1), reducing():
             with own_time.forward(on=n == 0):
                 loss_sum = _loss_sum(model, batch, world.device)
             # DDP and FSDP average gradients over data groups; times their number that is the sum.
