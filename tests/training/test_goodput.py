@@ -101,6 +101,23 @@ def test_a_run_that_was_killed_by_the_driver_and_went_on() -> None:
     assert found.step_flops / found.step_peak == pytest.approx(6 * 20 / (100 * 11.0))
 
 
+def test_an_attempt_that_had_notice_was_not_killed() -> None:
+    records = [
+        launch(1, 0),
+        start(2),
+        step(3, 1),
+        {"event": "notice", "time": 3, "step": 1, "kind": "move", "why": "room"},
+        start(5, 1),
+        {"event": "notice", "time": 6, "step": 1, "kind": "reclaim", "why": "spot"},
+        start(8, 1),
+        step(9, 2),
+        {"event": "finished", "time": 10, "step": 2},
+    ]
+    found = account(records)
+    assert [a.outcome for a in found.attempts] == ["moved", "reclaimed", "finished"]
+    assert (found.seconds["idle"], found.recomputed_steps) == (4, 0)
+
+
 def test_time_between_launches_counts_only_after_a_fault() -> None:
     first = [launch(1, 0), start(2), step(3, 1)]
     second = [launch(101, 100), start(102, 1), step(103, 2)]

@@ -110,7 +110,9 @@ def test_a_run_outlives_its_nodes_and_workers_and_grows(ray_cluster: Any, tmp_pa
         num_cpus=4, resources=GPU.resources(2), labels=GPU.labels(), object_store_memory=128 << 20
     )
     try:
-        run = Run(project(tmp_path, workers=[1, 3], strategy="ddp", resize_s=3), tmp_path)
+        run = Run(
+            project(tmp_path, workers=[1, 3], strategy="ddp", resize_s=3, usd_per_hour=3), tmp_path
+        )
         run.until(lambda: run.done >= EVERY + 3)
         [first] = run.of("start")
         assert [w["node"] for w in first["workers"]] == [node.node_id] * 2
@@ -145,6 +147,14 @@ def test_a_run_outlives_its_nodes_and_workers_and_grows(ray_cluster: Any, tmp_pa
     for twice in losses.values():
         assert twice == pytest.approx([twice[0]] * len(twice), abs=1e-5), "the same step, again"
     assert run.manifest.metrics["steps"] == STEPS
+    figures = json.loads((tmp_path / "run/runs/r/report.json").read_text())
+    assert (figures["state"], figures["recomputed_steps"]) == ("finished", again)
+    assert [a["outcome"] for a in figures["attempts"]] == ["moved", "killed", "finished"]
+    assert sum(figures["seconds"].values()) == pytest.approx(figures["wall_s"])
+    for spent in ("startup", "productive", "recomputed", "idle", "checkpoint", "data"):
+        assert figures["seconds"][spent] > 0, spent
+    assert figures["cost_usd"] == pytest.approx(3 * figures["worker_hours"])
+    assert (tmp_path / "run/runs/r/report.html").stat().st_size > 10_000
 
 
 @pytest.mark.full

@@ -31,6 +31,8 @@ CATEGORIES = {
 }
 """Where wall time goes, and what a reader sees of each. Every second is in exactly one."""
 
+_AFTER_NOTICE = {"move": "moved", "reclaim": "reclaimed"}
+
 
 class Stopwatch:
     """Seconds of one thread by phase; within nested phases time counts for the innermost.
@@ -80,7 +82,8 @@ class Attempt:
     last_step: int
     ended: float
     outcome: str = "killed"
-    """`finished`, `failed`, `interrupted`; `killed` where nobody could say."""
+    """`finished`, `failed`, `interrupted`; `moved` or `reclaimed` after a notice; `killed` where
+    nobody could say."""
 
 
 @dataclass
@@ -161,8 +164,11 @@ class _Book:
         else:
             rest = "export" if event == "finished" else "other"
             self._pass(now, spent, rest, step_is="recomputed")  # a step that was left out
-        if event == "finished" and self.account.attempts:
-            self.account.attempts[-1].outcome = "finished"
+        if self.account.attempts:
+            if event == "finished":
+                self.account.attempts[-1].outcome = "finished"
+            elif event == "notice":
+                self.account.attempts[-1].outcome = _AFTER_NOTICE[record["kind"]]
 
     def _launch(self, record: dict[str, Any], began: float) -> None:
         self.close_attempt()
