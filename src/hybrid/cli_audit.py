@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from hybrid import project
+from hybrid.cli_common import err, out
 
 if TYPE_CHECKING:
     from hybrid.audit.report import NodeReport
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 EPILOG = """Example: hybrid audit --html audit.html. Or: hybrid audit --full --pool all
 --usd-per-hour 12.5 --json audit.json; hybrid audit --from-smi nvidia-smi.xml. Exit status: 1 when
 a node is not what it claims to be, or not fit to compute on; else 0."""
-out = Console()
-err = Console(stderr=True)
 
 
 class PoolChoice(StrEnum):

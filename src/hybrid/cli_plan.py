@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from hybrid.cli_common import out
 from hybrid.errors import ConfigError
 
 EPILOG = """Example: hybrid advise examples/workloads/specialists.yaml --html advice.html. Or:
 hybrid advise workload.yaml --audit audit.json --prices prices.csv; hybrid advise --from-run
 .hybrid/runs/RUN. docs/planning.md lists the keys of a workload."""
-out = Console()
 
 
 def advise(
