@@ -11,7 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hybrid.errors import NotFound, TrainingError
@@ -175,6 +175,8 @@ def test_a_step_done_again_is_drawn_once_as_it_was_last() -> None:
 
 
 @given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
+@example(0.0, 5e-324)
+@example(1e9, math.nextafter(1e9, 0))
 def test_ticks_are_few_ascending_and_enclose(a: float, b: float) -> None:
     low, high = min(a, b), max(a, b)
     found = ticks(low, high)

@@ -114,9 +114,13 @@ def stacked_bar(label: str, shares: Sequence[tuple[str, str, float]]) -> str:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round values from at or below `low` to at or above `high`, about that many."""
-    if high <= low:
-        pad = abs(low) * 0.1 or 1.0
+    """Round values from at or below `low` to at or above `high`, about that many.
+
+    A span that floats can hardly tell from none is drawn as none: padded around its middle.
+    """
+    if high - low <= 1e-12 * max(abs(low), abs(high)) or high - low < 1e-300:
+        pad = max(abs(low), abs(high)) * 0.1
+        pad = pad if pad > 1e-300 else 1.0
         low, high = low - pad, high + pad
     raw = (high - low) / about
     size = 10.0 ** math.floor(math.log10(raw))
