@@ -117,6 +117,29 @@ def test_what_is_restored_is_the_state_that_was_saved(tmp_path: Path, asynchrono
     assert record["step"] == 3 and record["bytes"] > 10_000
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_record_says_how_long_training_was_held_up(tmp_path: Path, asynchronous: bool) -> None:
+    """The write takes 0.2 s at least, which hold the step up only where it is not asynchronous."""
+    run = Run(tmp_path, asynchronous=asynchronous).restore()
+    run.train()
+    gate = Gate(run)
+    opener = threading.Timer(0.2, gate.opened.set)
+    if not asynchronous:
+        opener.start()
+    run.save()
+    if asynchronous:  # what a training step would take
+        opener.start()
+        opener.join()
+    run.checkpoints.close()
+    [record] = run.events("checkpoint")
+    assert record["write_s"] >= 0.19
+    if asynchronous:
+        assert record["write_s"] - record["stall_s"] >= 0.19
+    else:
+        assert record["stall_s"] >= 0.19
+    opener.join()
+
+
 def test_one_save_at_a_time_and_a_late_one_is_not_lost(tmp_path: Path) -> None:
     run = Run(tmp_path, every=2).restore()
     gate = Gate(run)

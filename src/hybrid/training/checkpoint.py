@@ -243,9 +243,12 @@ class Checkpoints:
     def _advance(self, *, wait: bool) -> None:
         """Bring the save under way as far as it is ready on all ranks, or to its end."""
         while (flight := self._flight) is not None:
+            began = time.monotonic()
             if wait:
                 flight.work.join()
             ended, failed = self._tally(flight.work.ended, flight.work.error is not None)
+            if wait:  # training is held up until the slowest rank has written
+                flight.stall_s += time.monotonic() - began
             if ended < self.world.size:
                 return
             if failed:
