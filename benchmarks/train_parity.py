@@ -7,27 +7,35 @@ The same Llama (10 M parameters, float32), 4,096 tokens a step, two processes of
 - ours: `jobs/train.py`, under Ray Train, with everything that it does by default
 - torchrun: FSDP2 as its tutorial has it (a shard a layer, reshard after forward, AdamW, clipping)
 - Trainer: transformers', under torchrun, which on processors is DDP; so is ours beside it
+- `ours, compiled` and `Trainer, compiled`: the same two with torch.compile
 
-Steady state: the median step, the first three and the last left out, of each run; runs take turns,
-and the median of their medians counts.
+All are started, then stopped (SIGSTOP) but for the one whose turn it is, ten seconds each, round
+after round: a shared machine drifts by more than what is to be told apart. A round's figure is the
+median of the steps that lie whole within the turn; the median of the rounds' counts, and a ratio is
+the median of the rounds' ratios.
 
-- `vs_torchrun`, `vs_trainer`: tokens/s
+- `vs_torchrun`, `vs_trainer`, `compiled_vs_trainer`: tokens/s
 - `peak_fraction`: FLOP/s that training needs, recomputation not counted, over what both processes
-  reach at once in matrix products
+  reach at once in matrix products; of ours as it is by default with DDP. `peak_fraction_fsdp`: with
+  FSDP2, whose gathered parameters go through sockets on the same cores
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
+import secrets
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +47,12 @@ MODEL = {
 }  # fmt: skip
 SEQUENCE, MICRO_BATCH, MICRO_BATCHES, WORKERS = 128, 8, 4, 2
 TOKENS = SEQUENCE * MICRO_BATCH * MICRO_BATCHES
-DROPPED = 3
-"""Of the first steps."""
 
 TORCHRUN = """
 import json, sys, time, torch, torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
-shape, sequence, batch, micro_batches, steps, out = json.loads(sys.argv[1])
+shape, sequence, batch, micro_batches, steps, out, compiled = json.loads(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -56,7 +62,7 @@ for layer in model.model.layers:
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 mine = micro_batches // dist.get_world_size()
-times = [time.time()]
+times = open(out, "w")
 for step in range(steps):
     for micro in range(mine):
         ids = torch.randint(0, shape["vocab_size"], (batch, sequence))
@@ -65,36 +71,35 @@ for step in range(steps):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    times.append(time.time())
-if dist.get_rank() == 0:
-    open(out, "w").write(json.dumps(times))
+    if dist.get_rank() == 0:
+        print(time.time(), file=times, flush=True)
 dist.destroy_process_group()
 """
 
 TRAINER = """
 import json, sys, time, torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-shape, sequence, batch, micro_batches, steps, out = json.loads(sys.argv[1])
+shape, sequence, batch, micro_batches, steps, out, compiled = json.loads(sys.argv[1])
 torch.set_num_threads(1)
 torch.manual_seed(0)
-times = []
+times = open(out, "w")
 class Clock(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
-        times.append(time.time())
+        if args.process_index == 0:
+            print(time.time(), file=times, flush=True)
 rows = torch.randint(0, shape["vocab_size"], (steps * batch * micro_batches, sequence))
 arguments = TrainingArguments(
     output_dir=out + ".d", max_steps=steps, per_device_train_batch_size=batch,
     gradient_accumulation_steps=micro_batches // 2, use_cpu=True, ddp_backend="gloo",
     optim="adamw_torch_fused", max_grad_norm=1.0, logging_strategy="no", save_strategy="no",
     report_to="none", disable_tqdm=True, ddp_find_unused_parameters=False,
+    torch_compile=compiled,
 )
 trainer = Trainer(
     model=LlamaForCausalLM(LlamaConfig(**shape)), args=arguments, callbacks=[Clock()],
     train_dataset=[{"input_ids": r, "labels": r} for r in rows],
 )
 trainer.train()
-if arguments.process_index == 0:
-    open(out, "w").write(json.dumps(times))
 """
 
 PEAK = """
@@ -118,70 +123,198 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
+@dataclass
+class Contender:
+    """A training under way, whose processes are let run only in its turns."""
+
+    name: str
+    folder: Path
+    steps: int
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))
+    rates: list[float] = field(default_factory=list)
+
+    def environment(self) -> dict[str, str]:
+        """With a mark by which its processes are found."""
+        return {**environment(), "HYBRID_BENCH": self.mark}
+
+    def command(self) -> list[str]:
+        """What starts it."""
+        raise NotImplementedError
+
+    def times(self) -> list[float]:
+        """When steps ended (seconds since the epoch)."""
+        raise NotImplementedError
+
+    def is_rank(self, command: str) -> bool:
+        """Whether a process of that command line is one that computes."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Until it is past its second step; then stopped."""
+        self.process = subprocess.Popen(
+            self.command(), env=self.environment(), cwd=self.folder,
+            stdout=subprocess.DEVNULL, stderr=(self.folder / "stderr").open("w"),
+        )  # fmt: skip
+        deadline = time.monotonic() + 300
+        while len(self.times()) < 2:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                said = (self.folder / "stderr").read_text()[-3000:]
+                raise SystemExit(f"{self.name} did not begin to train:\n{said}")
+            time.sleep(0.2)
+        self.ranks = [pid for pid, command in marked(self.mark) if self.is_rank(command)]
+        if len(self.ranks) != WORKERS:
+            raise SystemExit(f"{self.name}: {WORKERS} ranks expected, found {self.ranks}")
+        self.send(signal.SIGSTOP)
+
+    def send(self, number: signal.Signals) -> None:
+        """To both ranks."""
+        for pid in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def turn(self, seconds: float) -> None:
+        """Let it run so long, and keep what the steps within took."""
+        began = time.time()
+        self.send(signal.SIGCONT)
+        time.sleep(seconds)
+        ended = time.time()
+        self.send(signal.SIGSTOP)
+        within = [t for t in self.times() if began < t < ended]
+        took = [b - a for a, b in itertools.pairwise(within)]
+        if not took:
+            raise SystemExit(f"{self.name}: no whole step in a turn; it has ended, or is too slow")
+        self.rates.append(TOKENS / statistics.median(took))
+
+    def end(self) -> None:
+        """Let the ranks run, and end what is left through the launcher."""
+        self.send(signal.SIGCONT)
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for pid, _ in marked(self.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+
+class Ours(Contender):
+    """`jobs/train.py`."""
+
+    strategy = "fsdp"
+    compiled = False
+
+    def command(self) -> list[str]:
+        """The job, and the project that it trains."""
+        (self.folder / "corpus.txt").write_text(
+            "".join(f"{i * i} and {i * 7919}. " for i in range(60000))
+        )
+        shape = {
+            "name": "base", "hidden_size": MODEL["hidden_size"],
+            "intermediate_size": MODEL["intermediate_size"], "layers": MODEL["num_hidden_layers"],
+            "heads": MODEL["num_attention_heads"], "kv_heads": MODEL["num_key_value_heads"],
+            "context": SEQUENCE,
+        }  # fmt: skip
+        project = {
+            "run": {"name": "parity", "dir": str(self.folder / "run")},
+            "model": shape,
+            "data": {
+                "train": [str(self.folder / "corpus.txt")],
+                "tokenizer": {"vocab_size": MODEL["vocab_size"]},
+            },
+            "training": {
+                "steps": self.steps, "sequence_length": SEQUENCE, "micro_batch": MICRO_BATCH,
+                "micro_batches": MICRO_BATCHES, "strategy": self.strategy, "workers": WORKERS,
+                "eval_every": 10**6, "checkpoint": {"every": 10**6},
+                "parallel": {"compile": self.compiled},
+            },
+            "registry": {"root": str(self.folder / "registry"), "cache": str(self.folder / "c")},
+        }  # fmt: skip
+        file = self.folder / "hybrid.yaml"
+        file.write_text(json.dumps(project))  # JSON is YAML
+        return [sys.executable, str(ROOT / "jobs/train.py"), "-c", str(file), "--json"]
+
+    def times(self) -> list[float]:
+        """From the run's record."""
+        found: list[float] = []
+        for progress in self.folder.glob("run/runs/*/progress.jsonl"):
+            lines = progress.read_text().split("\n")[:-1]  # the last one may be half written
+            records = [json.loads(line) for line in lines]
+            found += [r["time"] for r in records if r["event"] == "step"]
+        return found
+
+    def is_rank(self, command: str) -> bool:
+        """Ray names a worker after its class."""
+        return "RayTrainWorker" in command
+
+
+class OursDdp(Ours):
+    """The same with DDP."""
+
+    strategy = "ddp"
+
+
+class OursCompiled(OursDdp):
+    """And torch.compile."""
+
+    compiled = True
+
+
+class Torchrun(Contender):
+    """A script under torchrun."""
+
+    code = TORCHRUN
+    compiled = False
+
+    def command(self) -> list[str]:
+        """The launcher, the script, and what it is to do."""
+        script, out = self.folder / "peer.py", self.folder / "times"
+        script.write_text(self.code)
+        what = [MODEL, SEQUENCE, MICRO_BATCH, MICRO_BATCHES, self.steps, str(out), self.compiled]
+        return [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc-per-node={WORKERS}", str(script), json.dumps(what),
+        ]  # fmt: skip
+
+    def times(self) -> list[float]:
+        """From the lines that rank 0 writes."""
+        out = self.folder / "times"
+        lines = out.read_text().split("\n")[:-1] if out.exists() else []
+        return [float(line) for line in lines]
+
+    def is_rank(self, command: str) -> bool:
+        """All but the launcher."""
+        return "peer.py" in command and "torch.distributed.run" not in command
+
+
+class Trainer(Torchrun):
+    """transformers' Trainer."""
+
+    code = TRAINER
+
+
+class TrainerCompiled(Trainer):
+    """And torch.compile."""
+
+    compiled = True
+
+
+def marked(mark: str) -> Iterator[tuple[int, str]]:
+    """Processes that have the mark in their environment, with their command lines."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if f"HYBRID_BENCH={mark}".encode() in (entry / "environ").read_bytes():
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    yield int(entry.name), command
+
+
 def environment() -> dict[str, str]:
     """Of every process that is measured."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     return {**ours, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def ours(folder: Path, steps: int, strategy: str) -> float:
-    """Tokens/s of `jobs/train.py`."""
-    (folder / "corpus.txt").write_text("".join(f"{i * i} and {i * 7919}. " for i in range(60000)))
-    shape = {
-        "name": "base", "hidden_size": MODEL["hidden_size"],
-        "intermediate_size": MODEL["intermediate_size"], "layers": MODEL["num_hidden_layers"],
-        "heads": MODEL["num_attention_heads"], "kv_heads": MODEL["num_key_value_heads"],
-        "context": SEQUENCE,
-    }  # fmt: skip
-    project = {
-        "run": {"name": "parity", "dir": str(folder / "run")},
-        "model": shape,
-        "data": {
-            "train": [str(folder / "corpus.txt")],
-            "tokenizer": {"vocab_size": MODEL["vocab_size"]},
-        },
-        "training": {
-            "steps": steps, "sequence_length": SEQUENCE, "micro_batch": MICRO_BATCH,
-            "micro_batches": MICRO_BATCHES, "strategy": strategy, "workers": WORKERS,
-            "eval_every": 10**6, "checkpoint": {"every": 10**6},
-        },
-        "registry": {"root": str(folder / "registry"), "cache": str(folder / "cache")},
-    }  # fmt: skip
-    file = folder / "hybrid.yaml"
-    file.write_text(json.dumps(project))  # JSON is YAML
-    run([sys.executable, str(ROOT / "jobs/train.py"), "-c", str(file), "--json"])
-    [progress] = folder.glob("run/runs/*/progress.jsonl")
-    records = [json.loads(line) for line in progress.read_text().splitlines()]
-    return steady([r["time"] for r in records if r["event"] == "step"])
-
-
-def torchrun(folder: Path, steps: int, code: str) -> float:
-    """Tokens/s of a script under torchrun."""
-    script, out = folder / "peer.py", folder / "times.json"
-    script.write_text(code)
-    what = [MODEL, SEQUENCE, MICRO_BATCH, MICRO_BATCHES, steps, str(out)]
-    run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc-per-node={WORKERS}", str(script), json.dumps(what),
-        ]
-    )  # fmt: skip
-    return steady(json.loads(out.read_text()))
-
-
-def run(command: Sequence[str]) -> None:
-    """To its end; what it said if that is no good one."""
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=600, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"{command[1:3]} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-
-
-def steady(times: Sequence[float]) -> float:
-    """Tokens/s of the median step, from the times at which steps ended."""
-    seconds = [b - a for a, b in itertools.pairwise(times)][DROPPED - 1 : -1]
-    return TOKENS / statistics.median(seconds)
 
 
 def peak() -> float:
@@ -211,32 +344,52 @@ def flops_per_token() -> float:
 
 
 def claims(quick: bool) -> dict[str, dict[str, float]]:
-    """Run them in turn."""
-    steps = 8 if quick else 20
-    contenders: dict[str, Callable[[Path], float]] = {
-        "ours, fsdp": lambda folder: ours(folder, steps, "fsdp"),
-        "torchrun": lambda folder: torchrun(folder, steps, TORCHRUN),
-    }
-    if not quick:  # another run of ours would be more than a minute
-        contenders["ours, ddp"] = lambda folder: ours(folder, steps, "ddp")
-        contenders["Trainer"] = lambda folder: torchrun(folder, steps, TRAINER)
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+    """Start them, give each its turns, compare."""
+    kinds: dict[str, type[Contender]] = {"ours, fsdp": Ours, "torchrun": Torchrun}
+    if not quick:  # another start would be more than a minute
+        kinds |= {"ours, ddp": OursDdp, "Trainer": Trainer}
+        kinds |= {"ours, compiled": OursCompiled, "Trainer, compiled": TrainerCompiled}
+    rounds, seconds = (2, 6.0) if quick else (8, 10.0)
     peaks = []
-    for _ in range(1 if quick else 3):
-        peaks.append(peak())
-        for name, contender in contenders.items():
-            with tempfile.TemporaryDirectory() as folder:
-                found[name].append(contender(Path(folder)))
-            say(f"  {name:12} {found[name][-1]:8.0f} tok/s")
-    rates = {name: statistics.median(values) for name, values in found.items()}
-    result = {"vs_torchrun": (rates["ours, fsdp"], rates["torchrun"])}
-    if not quick:
-        result["vs_trainer"] = (rates["ours, ddp"], rates["Trainer"])
-    result["peak_fraction"] = (rates["ours, fsdp"] * flops_per_token(), statistics.median(peaks))
-    return {
-        name: {"ours": round(a, 1), "peer": round(b, 1), "ratio": round(a / b, 3)}
-        for name, (a, b) in result.items()
+    with contextlib.ExitStack() as stack:
+        contenders = []
+        for name, kind in kinds.items():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hy-")))
+            contender = kind(name, folder, steps=100 * rounds)
+            stack.callback(contender.end)
+            say(f"starting {name}")
+            contender.start()
+            contenders.append(contender)
+        for number in range(rounds):
+            if number % 3 == 0:
+                peaks.append(peak())
+            first = number % len(contenders)
+            for contender in contenders[first:] + contenders[:first]:
+                contender.turn(seconds)
+            say("  " + ", ".join(f"{c.name} {c.rates[-1]:.0f}" for c in contenders) + " tok/s")
+    rates = {contender.name: contender.rates for contender in contenders}
+    pairs = {
+        "vs_torchrun": ("ours, fsdp", "torchrun"),
+        "vs_trainer": ("ours, ddp", "Trainer"),
+        "compiled_vs_trainer": ("ours, compiled", "Trainer, compiled"),
     }
+    found = {}
+    for claim, (a, b) in pairs.items():
+        if a in rates:
+            found[claim] = {
+                "ours": round(statistics.median(rates[a]), 1),
+                "peer": round(statistics.median(rates[b]), 1),
+                "ratio": round(
+                    statistics.median(x / y for x, y in zip(rates[a], rates[b], strict=True)), 3
+                ),
+            }
+    for claim, name in {"peak_fraction": "ours, ddp", "peak_fraction_fsdp": "ours, fsdp"}.items():
+        if name in rates:
+            flops, most = statistics.median(rates[name]) * flops_per_token(), max(peaks)
+            found[claim] = {
+                "ours": round(flops), "peer": round(most), "ratio": round(flops / most, 3)
+            }  # fmt: skip
+    return found
 
 
 def main() -> None:

@@ -35,6 +35,9 @@ __all__ = ["Precision", "World", "backend", "gradient_sync", "spread"]
 
 log = logging.getLogger(__name__)
 
+KEEPS_GATHERED = "keeps_gathered"
+"""An attribute of a root module: parameters stay gathered from forward to backward."""
+
 
 def spread(
     model: nn.Module, settings: TrainingConfig, precision: Precision, world: World
@@ -123,6 +126,7 @@ def _shard(
     for block in blocks:
         fully_shard(block, reshard_after_forward=parallel.reshard, **kind)
     root: Any = fully_shard(model, reshard_after_forward=False, **kind)
+    setattr(root, KEEPS_GATHERED, not parallel.reshard)
     units: list[Any] = [root, *blocks]
     for unit, following in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
@@ -155,4 +159,6 @@ def gradient_sync(model: nn.Module, on: bool) -> Iterator[None]:
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
         model.set_is_last_backward(on)
+        if getattr(model, KEEPS_GATHERED):  # between micro-batches too: gathered once a step
+            model.set_reshard_after_backward(on)
     yield
