@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor.debug import CommDebugMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybrid.config import CheckpointConfig, TrainingConfig
@@ -58,7 +59,7 @@ class Run:
         self.model = spread(model(), settings, precision, self.world).train()
         self.optimizer = make_optimizer(self.model, settings)
 
-    def steps(self, first: int, last: int) -> list[float]:
+    def steps(self, first: int, last: int, micro_batches: int = MICRO_BATCHES) -> list[float]:
         """Loss and gradient norm of each step, and the held-out loss at the end."""
         numbers = []
         for step in range(first, last):
@@ -68,7 +69,7 @@ class Run:
                 lambda index, step=step: batch(step, index),  # type: ignore[misc]
                 step=step,
                 seed=0,
-                micro_batches=MICRO_BATCHES,
+                micro_batches=micro_batches,
                 clip=self.settings.clip,
                 world=self.world,
             )
@@ -80,6 +81,15 @@ class Run:
 def run_each(settings: list[TrainingConfig], steps: int) -> list[list[float]]:
     """The numbers of each strategy, one after the other."""
     return [Run(one).steps(0, steps) for one in settings]
+
+
+def accumulated(settings: TrainingConfig) -> tuple[list[float], int]:
+    """A step of two micro-batches a rank, and how often a unit's parameters are gathered in it."""
+    run = Run(settings)
+    with CommDebugMode() as counted:
+        numbers = run.steps(0, 1, micro_batches=2 * run.world.data_size)
+    gathers = sum(n for op, n in counted.get_comm_counts().items() if "allgather" in str(op))
+    return numbers, gathers
 
 
 def relay(settings: list[TrainingConfig], folder: Path, steps: int) -> list[float]:
@@ -101,4 +111,8 @@ def everything(
     strategies: list[TrainingConfig], legs: list[TrainingConfig], folder: Path
 ) -> dict[str, Any]:
     """All of it in one world: processes are dear to start."""
-    return {"numbers": run_each(strategies, 3), "relay": relay(legs, folder, 1)}
+    return {
+        "numbers": run_each(strategies, 3),
+        "relay": relay(legs, folder, 1),
+        "accumulated": [accumulated(one) for one in strategies[:3]],
+    }

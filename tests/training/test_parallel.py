@@ -65,6 +65,15 @@ def test_every_strategy_computes_the_same(
     assert got == pytest.approx(alone, abs=EXACT)
 
 
+def test_what_is_kept_gathered_is_gathered_once_a_step(found: dict[str, Any]) -> None:
+    ddp, dropped, kept = found["accumulated"]  # of two micro-batches
+    assert kept[0] == pytest.approx(ddp[0], abs=EXACT)
+    assert dropped[0] == pytest.approx(ddp[0], abs=EXACT)
+    blocks, held_out = 2, 1 * (2 + 1)  # the evaluation gathers each unit once
+    assert kept[1] - held_out == blocks + 1
+    assert dropped[1] - held_out == 2 * (2 * blocks + 1)
+
+
 def test_what_one_strategy_saved_another_goes_on_from(found: dict[str, Any]) -> None:
     unbroken = strategy_worlds.Run(SINGLE).steps(0, len(LEGS))
     assert found["relay"] == pytest.approx(unbroken, abs=EXACT)
