@@ -24,6 +24,7 @@ os.environ.update(
         "OMP_NUM_THREADS": "1",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_AUTH_MODE": "token",
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # 2 s each time that workers begin or end
         "RAY_TRAIN_V2_ENABLED": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "false",

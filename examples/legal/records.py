@@ -174,14 +174,20 @@ class HeldOut:
 
     def __init__(self, records: Iterable[Record]) -> None:
         self.names = {words(s) for record in records if record.held_out for s in record.strings}
-        self.longest = max((len(name.split()) for name in self.names), default=0)
+        parted = [name.split() for name in self.names]
+        self._begun = {" ".join(p[:end]) for p in parted for end in range(1, len(p) + 1)}
 
     def first_in(self, text: str) -> str | None:
         """The first held-out name that occurs in `text`, or None."""
         parts = words(text).split()
         for start in range(len(parts)):
-            for end in range(start + 1, min(len(parts), start + self.longest) + 1):
-                name = " ".join(parts[start:end])
+            name = parts[start]
+            end = start + 1
+            while name in self._begun:
                 if name in self.names:
                     return name
+                if end == len(parts):
+                    break
+                name = f"{name} {parts[end]}"
+                end += 1
         return None

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+import redis
 
 from hybrid import config
 from hybrid.agents.mailbox import Mailbox
@@ -80,12 +81,6 @@ def a_swarm(of: ProjectConfig, store_url: str) -> Iterator[None]:
         swarm_status()
 
 
-@pytest.fixture
-def swarm(ray_cluster: Any, store_url: str) -> Iterator[str]:
-    with a_swarm(PROJECT, store_url):
-        yield store_url
-
-
 def give_notice(ray_cluster: Any, node_id: str, seconds: int) -> None:
     command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node"]
     command += ["--address", ray_cluster.address, "--node-id", node_id]
@@ -108,59 +103,70 @@ def play(store_url: str, scene: Callable[[Mailbox], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def test_hosts_are_without_torch_and_on_the_agents_pool(swarm: str, ray_cluster: Any) -> None:
-    for pid in running().values():
-        maps = subprocess.run(["cat", f"/proc/{pid}/maps"], capture_output=True, check=True)
-        assert b"libtorch" not in maps.stdout
+@pytest.fixture(scope="class")
+def swarm(ray_cluster: Any, store_server: str) -> Iterator[str]:
+    """Two hosts for all tests of a class: after each of them there are two again."""
+    with redis.Redis.from_url(store_server) as client:
+        client.flushall()
+    with a_swarm(PROJECT, store_server):
+        yield store_server
 
 
-def test_a_killed_host_is_replaced_and_a_killed_swarm_leaves_hosts_running(swarm: str) -> None:
-    import ray
+class TestTwoHosts:
+    def test_hosts_are_without_torch_and_on_the_agents_pool(
+        self, swarm: str, ray_cluster: Any
+    ) -> None:
+        for pid in running().values():
+            maps = subprocess.run(["cat", f"/proc/{pid}/maps"], capture_output=True, check=True)
+            assert b"libtorch" not in maps.stdout
 
-    before = running()
-    name, pid = next(iter(before.items()))
-    os.kill(pid, signal.SIGKILL)
-    after = until(lambda: (r := running()) and len(r) == 2 and name not in r and r)
-    assert set(before) - {name} <= set(after), "the other host was left alone"
+    def test_tasks_survive_what_the_model_does_not(self, swarm: str) -> None:
+        async def scene(mailbox: Mailbox) -> None:
+            view = await mailbox.run(Task(agent="echo", input="x", max_attempts=2), 40)
+            assert view.state == "dead"
+            assert "unavailable" in str(view.error)
+            assert [h.outcome for h in view.history] == ["retry", "retry"]
 
-    ray.kill(ray.get_actor(SWARM, namespace="hybrid"))
-    for host in after.values():
-        os.kill(host, 0)
-    start_swarm(PROJECT, swarm)
-    assert until(lambda: (r := running()) and len(r) == 2 and r) == after, "hosts are adopted"
+        play(swarm, scene)
 
+    def test_a_killed_host_is_replaced_and_a_killed_swarm_leaves_hosts_running(
+        self, swarm: str
+    ) -> None:
+        import ray
 
-def test_tasks_survive_what_the_model_does_not(swarm: str) -> None:
-    async def scene(mailbox: Mailbox) -> None:
-        view = await mailbox.run(Task(agent="echo", input="x", max_attempts=2), 40)
-        assert view.state == "dead"
-        assert "unavailable" in str(view.error)
-        assert [h.outcome for h in view.history] == ["retry", "retry"]
+        before = running()
+        name, pid = next(iter(before.items()))
+        os.kill(pid, signal.SIGKILL)
+        after = until(lambda: (r := running()) and len(r) == 2 and name not in r and r)
+        assert set(before) - {name} <= set(after), "the other host was left alone"
 
-    play(swarm, scene)
+        ray.kill(ray.get_actor(SWARM, namespace="hybrid"))
+        for host in after.values():
+            os.kill(host, 0)
+        start_swarm(PROJECT, swarm)
+        assert until(lambda: (r := running()) and len(r) == 2 and r) == after, "hosts are adopted"
 
+    def test_a_behaviour_that_blocks_or_eats_memory_harms_nothing_else(self, swarm: str) -> None:
+        before = running()
 
-def test_a_behaviour_that_blocks_or_eats_memory_harms_nothing_else(swarm: str) -> None:
-    before = running()
+        async def scene(mailbox: Mailbox) -> None:
+            eaten = await mailbox.run(Task(agent="eater", input=0, max_attempts=1), 40)
+            assert eaten.state == "dead"
+            assert "MemoryError" in str(eaten.error)
+            assert running() == before, "the host went on"
 
-    async def scene(mailbox: Mailbox) -> None:
-        eaten = await mailbox.run(Task(agent="eater", input=0, max_attempts=1), 40)
-        assert eaten.state == "dead"
-        assert "MemoryError" in str(eaten.error)
-        assert running() == before, "the host went on"
+            others = [await mailbox.submit(Task(agent="linger", input=4)) for _ in range(8)]
+            view = await mailbox.run(Task(agent="blocker", input=0), 60)
+            assert view.result == "unblocked"
+            assert view.history[0].outcome == "lost"
+            assert "event loop was blocked" in str(view.history[0].error)
+            assert "behaviours.py" in str(view.history[0].error), "and where"
+            for other in others:
+                assert (await mailbox.wait(other, 30)).state == "done"
 
-        others = [await mailbox.submit(Task(agent="linger", input=4)) for _ in range(8)]
-        view = await mailbox.run(Task(agent="blocker", input=0), 60)
-        assert view.result == "unblocked"
-        assert view.history[0].outcome == "lost"
-        assert "event loop was blocked" in str(view.history[0].error)
-        assert "behaviours.py" in str(view.history[0].error), "and where"
-        for other in others:
-            assert (await mailbox.wait(other, 30)).state == "done"
-
-    play(swarm, scene)
-    after = until(lambda: (r := running()) and len(r) == 2 and r)
-    assert len(set(before) & set(after)) == 1, "only the blocked one was replaced"
+        play(swarm, scene)
+        after = until(lambda: (r := running()) and len(r) == 2 and r)
+        assert len(set(before) & set(after)) == 1, "only the blocked one was replaced"
 
 
 def test_hosts_come_from_zero_for_work_and_go_after(ray_cluster: Any, store_url: str) -> None:

@@ -32,6 +32,8 @@ TINY = Level(
         "reduce_bytes": (),  # one process has one process group: see test_cluster.py
     }
 )
+OTHERS = {"busy", "stolen-time"}
+"""Findings that other work makes, on this machine or on its hypervisor: no test decides them."""
 
 
 class Honest(CpuDevice):

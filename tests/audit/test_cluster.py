@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lying_devices import TINY
+from lying_devices import OTHERS, TINY
 
 from hybrid.audit.cluster import audit_cluster
 from hybrid.audit.level import LEVELS, MIB
@@ -147,7 +147,7 @@ def test_agents_nodes_are_held_against_what_is_paid_for(
     """By the probes that need no torch, which agents' nodes do not have."""
     [node] = audit_cluster(TINY, pool="agents", devices=(), cores=cores, memory_bytes=gib << 30)
     assert (node.pool, node.lost, node.devices) == ("agents", None, [])
-    assert [f.kind for f in node.findings if f.kind != "busy"] == missing
+    assert [f.kind for f in node.findings if f.kind not in OTHERS] == missing
     assert {f.readings[0].name for f in node.findings if f.kind in missing} == {
         f"cpu.{k.replace('memory-missing', 'memory_bytes').replace('cores-missing', 'cores')}"
         "_measured"

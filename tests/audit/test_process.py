@@ -86,7 +86,7 @@ def test_what_a_probe_raises_comes_back_and_the_process_lives() -> None:
 
 
 def test_a_node_without_torch_is_audited_by_what_needs_none(tmp_path: Path) -> None:
-    from lying_devices import TINY
+    from lying_devices import OTHERS, TINY
 
     from hybrid.audit.conduct import Conductor
     from hybrid.audit.run import LocalMember, Plan
@@ -95,7 +95,7 @@ def test_a_node_without_torch_is_audited_by_what_needs_none(tmp_path: Path) -> N
     path = os.pathsep.join([str(tmp_path), *(p for p in sys.path if p)])
     plan = Plan(level=TINY, cores=1, memory_bytes=1 << 20, environment={"PYTHONPATH": path})
     (node,) = Conductor([LocalMember(plan, "agent")], TINY).run()
-    assert node.devices == [] and {f.kind for f in node.findings} <= {"busy"}
+    assert node.devices == [] and {f.kind for f in node.findings} <= OTHERS
     values = {r.name: r.value for r in node.readings}
     assert values["cpu.cores_claimed"] == 1
     assert values["cpu.memory_errors"] == 0

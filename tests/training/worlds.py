@@ -1,4 +1,8 @@
-"""Run a function on spawned gloo processes: real process groups without Ray."""
+"""Run a function on gloo processes of their own: real process groups without Ray.
+
+They are forked from one process that has imported torch and transformers and done nothing else, so
+that a rank begins after a tenth of a second instead of five.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+_IMPORTED = ["hybrid.training.loop", "hybrid.training.lora", "transformers.models.llama"]
+mp.set_forkserver_preload(_IMPORTED)
 
-def _rank(rank: int, size: int, store: str, function: Callable[..., Any], args: Any) -> None:
+
+def _rank(
+    rank: int, env: dict[str, str], size: int, store: str, function: Callable[..., Any], args: Any
+) -> None:
+    os.environ.clear()
+    os.environ.update(env)  # the caller's, which may have changed since the first world
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
@@ -29,18 +40,26 @@ def _rank(rank: int, size: int, store: str, function: Callable[..., Any], args: 
 
 def run(size: int, folder: Path, function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` on `size` ranks of one process group; what rank 0 returned."""
-    folder.mkdir(parents=True, exist_ok=True)
-    store = folder / "rendezvous"
-    mp.spawn(_rank, args=(size, str(store), function, args), nprocs=size)
-    return pickle.loads(Path(f"{store}.result").read_bytes())
+    context = _begin(size, folder, function, args)
+    while not context.join():
+        pass
+    return pickle.loads((folder / "rendezvous.result").read_bytes())
 
 
 def start(size: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
     """The same without waiting: the processes, which the caller must end."""
+    return list(_begin(size, folder, function, args).processes)
+
+
+def _begin(size: int, folder: Path, function: Callable[..., Any], args: Any) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
-    arguments = (size, str(folder / "rendezvous"), function, args)
-    context = mp.spawn(_rank, args=arguments, nprocs=size, join=False)
-    return list(context.processes)
+    return mp.start_processes(
+        _rank,
+        args=(dict(os.environ), size, str(folder / "rendezvous"), function, args),
+        nprocs=size,
+        join=False,
+        start_method="forkserver",
+    )
 
 
 class _Stop(Exception):
