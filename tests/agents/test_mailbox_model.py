@@ -419,7 +419,7 @@ async def _outcome(call: Callable[[], Awaitable[Any]]) -> Any:
 
 TestMailbox = MailboxMachine.TestCase
 TestMailbox.settings = settings(
-    max_examples=int(os.environ.get("HYBRID_MODEL_EXAMPLES", "15")),
+    max_examples=int(os.environ.get("HYBRID_MODEL_EXAMPLES", "30")),
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),
