@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from strategy_worlds import Run, relay, run_each
+from strategy_worlds import Run, batch, relay, run_each
 
 from hybrid.config import TrainingConfig
 from hybrid.training.step import train_step
 from hybrid.training.zero import ZeroModel
-from strategy_worlds import batch
 
 
 def looked_at(settings: TrainingConfig) -> dict[str, Any]:
@@ -41,13 +40,11 @@ def looked_at(settings: TrainingConfig) -> dict[str, Any]:
 
 
 def everything(
-    strategies: list[TrainingConfig],
-    relays: dict[str, list[TrainingConfig]],
-    folder: Path,
+    strategies: list[TrainingConfig], legs: list[TrainingConfig], folder: Path
 ) -> dict[str, Any]:
     """All of it in one world: processes are dear to start."""
     return {
         "numbers": run_each(strategies, 3),
-        "relays": {name: relay(legs, folder / name, 1) for name, legs in relays.items()},
+        "relay": relay(legs, folder / "checkpoints", 1),
         "looked at": looked_at(strategies[0]),
     }

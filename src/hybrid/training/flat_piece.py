@@ -62,20 +62,18 @@ class FlatPiece(torch.Tensor):
 
     def __new__(cls, flat: torch.Tensor, shape: Sequence[int], start: int) -> FlatPiece:
         """Made by torch, which needs to know the whole's shape."""
-        made: FlatPiece = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: FlatPiece = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=flat.dtype, device=flat.device
         )
         made.flat, made.start = flat, start
         return made
 
     @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
         """Nothing."""
-        raise NotImplementedError(f"{function} on a piece of a tensor")
+        raise NotImplementedError(f"{func} on a piece of a tensor")
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         """Shape and run."""
         return f"FlatPiece({tuple(self.shape)}, {self.start}:{self.start + self.flat.numel()})"
 

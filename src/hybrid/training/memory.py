@@ -261,7 +261,7 @@ class _Step:
         for name, terms in moments.items():
             terms["parameters"] += share * self.compute
             terms["gradients"] = share * self.stored * (2 if name == "update" else 1)
-            terms["reduction"] = terms.get("reduction", 0) + self.block * self.compute
+            terms["reduction"] = terms.get("reduction", 0) + self.block * self.stored
         for name in ("backward", "end of backward"):
             moments[name]["gradients"] += self.root * self.compute
         return moments

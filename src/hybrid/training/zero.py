@@ -31,17 +31,18 @@ class ZeroModel(nn.Module):
     def __init__(self, engine: Any, groups: list[list[str]]) -> None:
         super().__init__()
         self.module: nn.Module = engine.module
-        self.__dict__["_engine"] = engine  # it is a module as well, of the same parameters
+        # Not as a module within, which it would be as well: of the same parameters.
+        self.__dict__["_engine"] = engine
         self._groups = groups
 
     @property
     def optimizer(self) -> Any:
         """With `param_groups`, `step` and `zero_grad` like one of torch's."""
-        return self._engine.optimizer
+        return self.__dict__["_engine"].optimizer
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
         """What the model returns."""
-        return self._engine(*args, **inputs)
+        return self.__dict__["_engine"](*args, **inputs)
 
     @torch.no_grad()
     def clip_gradients(self, limit: float) -> torch.Tensor:
@@ -65,7 +66,7 @@ class ZeroModel(nn.Module):
         self._make_moments()
         weights, states = {}, {}
         for name, parameter in self._parameters_by_name():
-            group, master = self._master(parameter)
+            master = self._master(parameter)
             weights[name] = self._piece(parameter, master)
             state = self.optimizer.state[master]
             states[name] = {
@@ -84,7 +85,7 @@ class ZeroModel(nn.Module):
     def loaded(self, core: dict[str, Any]) -> None:
         """Go on from what was loaded into `core()`, in place."""
         for name, parameter in self._parameters_by_name():
-            state = self.optimizer.state[self._master(parameter)[1]]
+            state = self.optimizer.state[self._master(parameter)]
             state["step"].copy_(core["optimizer"]["state"][name]["step"])
         self.masters_changed()
 
@@ -115,7 +116,7 @@ class ZeroModel(nn.Module):
     def pieces(self) -> Iterator[tuple[str, FlatPiece]]:
         """This rank's run of each parameter's master copy, by name."""
         for name, parameter in self._parameters_by_name():
-            yield name, self._piece(parameter, self._master(parameter)[1])
+            yield name, self._piece(parameter, self._master(parameter))
 
     def _parameters_by_name(self) -> Iterator[tuple[str, Any]]:
         """Each once: a tied one under its first name."""
@@ -127,10 +128,11 @@ class ZeroModel(nn.Module):
         state = self.module.state_dict()
         return {name: tensor for name, tensor in state.items() if name not in parameters}
 
-    def _master(self, parameter: Any) -> tuple[int, torch.Tensor]:
-        """Index and flat master copy of the group that a parameter is in."""
+    def _master(self, parameter: Any) -> torch.Tensor:
+        """The flat master copy of the group that a parameter is in."""
         index = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)][0]
-        return index, self.optimizer.fp32_partitioned_groups_flat[index]
+        master: torch.Tensor = self.optimizer.fp32_partitioned_groups_flat[index]
+        return master
 
     def _piece(self, parameter: Any, flat: torch.Tensor) -> FlatPiece:
         """This rank's run of a parameter, or of a moment of it, where it lies in `flat`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ def engine_config(
     """DeepSpeed's configuration: what is reduced, gathered and kept is sized by the blocks."""
     blocks: Any = model.get_decoder().layers  # type: ignore[operator]
     block = sum(p.numel() for p in blocks[0].parameters())
+    width: int = model.config.hidden_size  # type: ignore[union-attr, assignment]
     root = sum(p.numel() for p in model.parameters()) - block * len(blocks)
     return {
         "train_micro_batch_size_per_gpu": settings.micro_batch,
@@ -81,7 +83,7 @@ def engine_config(
             "stage3_max_live_parameters": root + 3 * block,
             "stage3_max_reuse_distance": 0,  # dropped after forward, as fsdp does
             # Gains stay gathered: each is too small to be worth a collective.
-            "stage3_param_persistence_threshold": 2 * model.config.hidden_size,
+            "stage3_param_persistence_threshold": 2 * width,
             "sub_group_size": 10**15,  # one flat master copy a group
         },
     }
@@ -107,6 +109,8 @@ def _load(world: World) -> Any:
         os.environ["LOCAL_SIZE"] = str(world.size)  # else it asks numactl at every bucket
     import deepspeed
 
+    # Of collectives that it calls by the names torch 2.13 is about to drop.
+    warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated", FutureWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if kind == "cpu":
         # An all-reduce of its inference, which it would compile now.
