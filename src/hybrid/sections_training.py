@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from hybrid.sections_base import Section
 
-Strategy = Literal["single", "ddp", "fsdp", "hsdp", "tp"]
+Strategy = Literal["single", "ddp", "fsdp", "hsdp", "tp", "deepspeed"]
 
 
 class ParallelConfig(Section):
@@ -60,6 +60,21 @@ def compression_refusal(strategy: Strategy, kind: str) -> str | None:
     if strategy == "single":
         return f"{kind!r} has nothing to do: strategy 'single' sends no gradients"
     return f"{kind!r} is for strategies 'ddp', 'fsdp' and 'hsdp', not {strategy!r}"
+
+
+def deepspeed_refusal(parallel: ParallelConfig, precision: str) -> str | None:
+    """What strategy 'deepspeed' has not, of what is asked for; None if it has all of it."""
+    for key, asked, instead in (
+        ("parallel.reshard", not parallel.reshard, "parameters are always dropped after forward"),
+        ("parallel.tensor", parallel.tensor > 1, "use 'tp'"),
+        ("parallel.shard", parallel.shard is not None, "use 'hsdp'"),
+        ("parallel.offload", parallel.offload, "its AdamW on the CPU is another one: use 'fsdp'"),
+        ("parallel.compile", parallel.compile, "its hooks run within each block: use 'fsdp'"),
+        ("precision", precision == "float64", "its master copy is float32: use 'fsdp'"),
+    ):
+        if asked:
+            return f"{key}: strategy 'deepspeed' does not take this; {instead}"
+    return None
 
 
 class CheckpointConfig(Section):
@@ -134,7 +149,7 @@ class TrainingConfig(Section):
     """Documents share a sequence; `isolate` hides them from one another (attention mask and
     positions begin anew at each)."""
     strategy: Strategy = "fsdp"
-    """How the model is spread over workers."""
+    """How the model is spread over workers; `deepspeed` is ZeRO-3 by that package (an extra)."""
     parallel: ParallelConfig = ParallelConfig()
     """Details of the strategy."""
     compression: CompressionConfig = CompressionConfig()
@@ -180,6 +195,13 @@ class TrainingConfig(Section):
         refusal = compression_refusal(self.strategy, self.compression.kind)
         if refusal is not None:
             raise ValueError(f"compression.kind: {refusal}")
+        return self
+
+    @model_validator(mode="after")
+    def _deepspeed_fits(self) -> TrainingConfig:
+        refusal = deepspeed_refusal(self.parallel, self.precision)
+        if self.strategy == "deepspeed" and refusal is not None:
+            raise ValueError(refusal)
         return self
 
     @property

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
+from hybrid.training.zero import ZeroModel
+
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and torch.compile put into names, and state dicts leave out."""
 
@@ -77,13 +79,16 @@ def apply(
 
     An `extra` or `per_rank` object that the checkpoint knows nothing of is left as it is.
     """
-    aliases = _core(model, optimizer)[1]
-    core = dict(state["model"])
-    for name, kept in aliases.items():
-        core[name] = core[kept]
-    set_state_dict(
-        model, optimizer, model_state_dict=core, optim_state_dict=state.get("optimizer", {})
-    )
+    if isinstance(model, ZeroModel):
+        model.loaded(state)
+    else:
+        aliases = _core(model, optimizer)[1]
+        core = dict(state["model"])
+        for name, kept in aliases.items():
+            core[name] = core[kept]
+        set_state_dict(
+            model, optimizer, model_state_dict=core, optim_state_dict=state.get("optimizer", {})
+        )
     nested: State = {}
     for name in state:
         if name not in ("model", "optimizer"):
@@ -101,6 +106,8 @@ def apply(
 
 def _core(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, dict[str, str]]:
     """Model and optimiser, each tensor once, and tied names with the name that stands for them."""
+    if isinstance(model, ZeroModel):
+        return model.core(), {}
     weights, states = get_state_dict(model, optimizer)
     aliases = {name: kept for name, kept in _tied(model).items() if name in weights}
     kept = {name: value for name, value in weights.items() if name not in aliases}

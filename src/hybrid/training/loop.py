@@ -38,6 +38,7 @@ from hybrid.training.step import StepResult, evaluate, train_step
 from hybrid.training.stragglers import OwnTime, Stragglers
 from hybrid.training.throughput import Meter, device_peak, flops_per_token
 from hybrid.training.watchdog import Watchdog
+from hybrid.training.zero import ZeroModel
 
 PULSE_S = 2.0
 """Seconds between calls of `report` and `notice`: Ray Train drains about one report in two."""
@@ -264,8 +265,11 @@ def _train(
 
 def export(model: nn.Module, tokenizer: Any, folder: Path, world: World) -> None:
     """Gather the full model on rank 0 and save it; all ranks take part and wait."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = cast(dict[str, torch.Tensor], get_model_state_dict(model, options=options))
+    if isinstance(model, ZeroModel):
+        state = model.full_state(world.rank)
+    else:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = cast(dict[str, torch.Tensor], get_model_state_dict(model, options=options))
     if world.rank == 0:
         save_model(model, state, tokenizer, folder)
     world.gather(None)

@@ -36,7 +36,7 @@ class Layout:
     """How ranks share the model.
 
     Attributes:
-        strategy: `single`, `ddp`; `fsdp`, `hsdp`, `tp`, which shard.
+        strategy: `single`, `ddp`; `fsdp`, `hsdp`, `tp`, `deepspeed`, which shard.
         shards: ranks that share one copy of parameters, gradients and optimiser state.
         tensor: ranks that share each matrix.
         reshard: gathered parameters are dropped after forward.
@@ -55,7 +55,7 @@ class Layout:
     def of(cls, settings: TrainingConfig, workers: int) -> Layout:
         """What `settings` mean for so many workers."""
         parallel, shards = settings.parallel, 1
-        if settings.strategy in ("fsdp", "tp"):
+        if settings.strategy in ("fsdp", "tp", "deepspeed"):
             shards = workers
         elif settings.strategy == "hsdp":  # by default those of a node, which are not known here
             shards = parallel.shard or workers
@@ -140,6 +140,8 @@ def estimate(
     )
     if whole:
         moments = step.whole(buckets=layout.strategy == "ddp")
+    elif layout.strategy == "deepspeed":
+        moments = step.zero(layout.shards)
     else:
         moments = step.sharded(layout.shards, keep=not layout.reshard)
     host = 0
@@ -247,6 +249,22 @@ class _Step:
                 "optimiser": STATES * every + self.update // shards,
             },
         }
+
+    def zero(self, shards: int) -> dict[str, dict[str, int]]:
+        """DeepSpeed's ZeRO-3: as FSDP, but for what it keeps of each shard.
+
+        A copy to compute with beside the master copy, one shard of gradients at all times (they are
+        reduced after each micro-batch) and one more in the update, and a bucket for a block's.
+        """
+        share = self.count // shards
+        moments = self.sharded(shards, keep=False)
+        for name, terms in moments.items():
+            terms["parameters"] += share * self.compute
+            terms["gradients"] = share * self.stored * (2 if name == "update" else 1)
+            terms["reduction"] = terms.get("reduction", 0) + self.block * self.stored
+        for name in ("backward", "end of backward"):
+            moments[name]["gradients"] += self.root * self.compute
+        return moments
 
 
 def _share(config: Any, tensor: int) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hybrid.config import TrainingConfig
+from hybrid.training.zero import ZeroModel
 
 
 def learning_rate(step: int, settings: TrainingConfig) -> float:
@@ -41,9 +42,17 @@ def parameter_groups(model: nn.Module, settings: TrainingConfig) -> list[dict[st
 
 def make_optimizer(model: nn.Module, settings: TrainingConfig) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019), each rank for its own shards."""
+    if isinstance(model, ZeroModel):
+        optimizer: torch.optim.Optimizer = model.optimizer  # AdamW within
+        return optimizer
+    return adamw(parameter_groups(model, settings), settings)
+
+
+def adamw(groups: list[dict[str, Any]], settings: TrainingConfig) -> torch.optim.AdamW:
+    """AdamW over groups of parameters."""
     fused = settings.parallel.fused_optimizer  # not fused: several kernels, each over all
     return torch.optim.AdamW(
-        parameter_groups(model, settings),
+        groups,
         lr=settings.lr,
         betas=settings.betas,
         fused=fused,
@@ -62,6 +71,8 @@ def clip_gradients(model: nn.Module, limit: float) -> torch.Tensor:
     Returns:
         The norm before, a float64 scalar on the gradients' device, the same on every rank.
     """
+    if isinstance(model, ZeroModel):
+        return model.clip_gradients(limit)
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
     counted = [g for g, whole in zip(local, grads, strict=True) if _counts_here(whole)]

@@ -1,4 +1,4 @@
-"""How a model is spread over workers: DDP, FSDP2, HSDP, tensor parallel by FSDP, or one."""
+"""How a model is spread over workers: DDP, FSDP2, HSDP, tensor parallel by FSDP, ZeRO-3, or one."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from hybrid.training.norms import set_norms
 from hybrid.training.rules import SHARDED, check_strategy, shard_size
 from hybrid.training.tensor import share_matrices
 from hybrid.training.world import Precision, World, backend
+from hybrid.training.zero_setup import partition
 
 __all__ = ["Precision", "World", "backend", "gradient_sync", "spread"]
 
@@ -51,6 +52,7 @@ def spread(
     - `hsdp` does so within a node and keeps a copy on each.
     - `tp` shares each matrix among neighbouring ranks (Shoeybi et al. 2019); the other dimension
       of the mesh is fsdp.
+    - `deepspeed` is ZeRO stage 3 by that package.
 
     The next block's parameters are gathered while one computes. Matrix products run in
     `precision.compute`; the optimiser and, unless compression says otherwise, reduction in
@@ -70,7 +72,7 @@ def spread(
             f"training.strategy: {strategy!r} needs a process group: use 'single'",
             param="training.strategy",
         )
-    if strategy not in SHARDED:
+    if strategy not in (*SHARDED, "deepspeed"):
         model = model.to(device=world.device)  # those move it block by block
     model = model.to(dtype=precision.params)
     return_loss(model)
@@ -89,6 +91,8 @@ def spread(
     if strategy != "tp":
         set_norms(model, exact=exact)
     wrap_blocks(model, settings.parallel, world.device)
+    if strategy == "deepspeed":
+        return partition(model, settings, precision, world)
     if strategy in SHARDED:
         _shard(model, settings, precision, mesh)
         return model

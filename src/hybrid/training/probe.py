@@ -24,7 +24,7 @@ from hybrid.errors import HybridError
 from hybrid.training.shards import ShardSet
 from hybrid.training.storage import Storage
 
-PACKAGES = ("torch", "ray", "transformers", "tokenizers", "safetensors", "numpy")
+PACKAGES = ("torch", "ray", "transformers", "tokenizers", "safetensors", "numpy", "deepspeed")
 SEEN_S = 5.0
 """A shared file system may show a new file to other machines this late."""
 
