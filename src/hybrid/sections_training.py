@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from hybrid.sections_base import Section
 
-Strategy = Literal["single", "ddp", "fsdp", "hsdp", "tp", "deepspeed"]
+Strategy = Literal["single", "ddp", "fsdp", "hsdp", "tp", "deepspeed", "auto"]
 
 
 class ParallelConfig(Section):
@@ -32,6 +32,22 @@ class ParallelConfig(Section):
     """One kernel for the whole optimiser step."""
 
 
+class TrialsConfig(Section):
+    """What `strategy: auto` tries before the first step of a run."""
+
+    warmup: int = Field(2, ge=1)
+    """Steps of a trial that are not timed."""
+    steps: int = Field(3, ge=1)
+    """Steps of a trial that are timed; their median counts."""
+    most: int = Field(12, ge=1)
+    """Trials, at most."""
+    vary: tuple[
+        Literal["reshard", "activation_checkpointing", "compile", "micro_batch"], ...
+    ] = ("reshard", "activation_checkpointing", "compile", "micro_batch")
+    """What is tried besides strategies. `micro_batch` keeps the rows of a step: more at once in
+    fewer micro-batches, or the other way round. `compile` is tried on GPUs only."""
+
+
 class CompressionConfig(Section):
     """What travels between ranks when gradients are reduced."""
 
@@ -46,7 +62,7 @@ class CompressionConfig(Section):
 
 def compression_refusal(strategy: Strategy, kind: str) -> str | None:
     """Why gradients cannot be compressed so under this strategy; None if they can."""
-    if kind == "none" or strategy == "ddp":
+    if kind == "none" or strategy in ("ddp", "auto"):
         return None
     if strategy in ("fsdp", "hsdp"):
         flat = f"{strategy!r} reduces flat shards of many parameters"
@@ -149,7 +165,10 @@ class TrainingConfig(Section):
     """Documents share a sequence; `isolate` hides them from one another (attention mask and
     positions begin anew at each)."""
     strategy: Strategy = "fsdp"
-    """How the model is spread over workers; `deepspeed` is ZeRO-3 by that package (an extra)."""
+    """How the model is spread over workers; `deepspeed` is ZeRO-3 by that package (an extra);
+    `auto` tries what makes sense, but `deepspeed`, and takes the fastest."""
+    trials: TrialsConfig = TrialsConfig()
+    """auto: how it is tried."""
     parallel: ParallelConfig = ParallelConfig()
     """Details of the strategy."""
     compression: CompressionConfig = CompressionConfig()

@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybrid._ray_compat import draining_nodes
@@ -39,7 +39,7 @@ from hybrid.training.slots import (
 
 log = logging.getLogger(__name__)
 
-_WAIT_S = 600.0
+WAIT_S = 600.0
 """How long a run that has lost its nodes waits for others; new spot nodes take minutes."""
 _RESULT = "outcome.json"
 OnMessage = Callable[[str], None]
@@ -69,15 +69,15 @@ def run_workers(job: Job, say: OnMessage = log.info, avoid: Avoid = NOBODY) -> d
             patience,
             avoid,
         )
-        patience = _WAIT_S
+        patience = WAIT_S
         (job.folder / _RESULT).unlink(missing_ok=True)
         nodes = {n["NodeID"] for n in pool_nodes()}
         begun = time.time()
         try:
-            _fit(job, count, avoid)
+            fit(job, count, avoid, worker=_worker)
         except Exception as e:
             # Ray wraps the worker's error in classes that differ with who failed and how often.
-            own = _own(e)
+            own = own_error(e)
             reason = own or _failed(e, job, begun)
             if own is not None and not isinstance(own, (CheckpointError, Unavailable)):
                 raise own from e  # it would be the same again
@@ -95,8 +95,12 @@ def run_workers(job: Job, say: OnMessage = log.info, avoid: Avoid = NOBODY) -> d
         say(f"the workers are started anew after step {outcome['step']}: {outcome['moved']}")
 
 
-def _fit(job: Job, count: int, avoid: Avoid) -> None:
-    """Start workers and wait until all have ended; rank 0 leaves the outcome in a file."""
+def fit(job: Job, count: int, avoid: Avoid, worker: Callable[[dict[str, Any]], None]) -> None:
+    """Start workers and wait until all have ended.
+
+    Args:
+        worker: what each of them runs, given `job` and `avoid`.
+    """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -105,7 +109,7 @@ def _fit(job: Job, count: int, avoid: Avoid) -> None:
     os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     trainer = TorchTrainer(
-        _worker,
+        worker,
         train_loop_config={"job": job, "avoid": dict(avoid)},
         torch_config=TorchConfig(
             backend=backend(gpu),
@@ -134,7 +138,7 @@ def _fit(job: Job, count: int, avoid: Avoid) -> None:
 
 
 def _worker(arguments: dict[str, Any]) -> None:
-    """What Ray Train runs on each worker."""
+    """What Ray Train runs on each worker; rank 0 leaves the outcome in a file."""
     import ray.train
 
     job: Job = arguments["job"]
@@ -190,20 +194,23 @@ class _Notices:
         return Notice(kind="reclaim", why=why, deadline=None if at is None else at / 1000)
 
 
-def _own(error: Exception) -> HybridError | None:
+def own_error(error: Exception) -> HybridError | None:
     """The HybridError that a worker raised, wherever in Ray's errors it is."""
+    return next((e for e in causes(error) if isinstance(e, HybridError)), None)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and all those that Ray has wrapped in it, each once."""
     seen: list[BaseException] = []
     pending: list[BaseException | None] = [error]
     while pending:
         inner = pending.pop()
         if inner is None or inner in seen:
             continue
-        if isinstance(inner, HybridError):
-            return inner
+        yield inner
         seen.append(inner)
         pending += [inner.__cause__, inner.__context__, getattr(inner, "cause", None)]
         pending += list(getattr(inner, "worker_failures", {}).values())
-    return None
 
 
 def _failed(error: Exception, job: Job, begun: float) -> TrainingError:
