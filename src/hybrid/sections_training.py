@@ -41,9 +41,12 @@ class TrialsConfig(Section):
     """Steps of a trial that are timed; their median counts."""
     most: int = Field(12, ge=1)
     """Trials, at most."""
-    vary: tuple[
-        Literal["reshard", "activation_checkpointing", "compile", "micro_batch"], ...
-    ] = ("reshard", "activation_checkpointing", "compile", "micro_batch")
+    vary: tuple[Literal["reshard", "activation_checkpointing", "compile", "micro_batch"], ...] = (
+        "reshard",
+        "activation_checkpointing",
+        "compile",
+        "micro_batch",
+    )
     """What is tried besides strategies. `micro_batch` keeps the rows of a step: more at once in
     fewer micro-batches, or the other way round. `compile` is tried on GPUs only."""
 
@@ -180,7 +183,7 @@ class TrainingConfig(Section):
         | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
     ) = 2
     """Ray Train workers; each takes one slot of the gpu pool. [fewest, most]: elastic, the run goes
-    on with those that are there."""
+    on with those that are there; under tp and hsdp in multiples of `parallel.tensor` or `shard`."""
     resize_s: float = Field(60.0, gt=0)
     """Elastic: seconds between looks at whether more workers fit; each change costs a restart."""
     cpus_per_worker: float = Field(1, gt=0)
@@ -205,8 +208,14 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _workers_in_order(self) -> TrainingConfig:
+        if not isinstance(self.workers, int) and self.workers[0] > self.workers[1]:
+            raise ValueError(f"workers: {list(self.workers)} is not [fewest, most]")
         if self.fewest_workers > self.most_workers:
-            raise ValueError(f"workers: {list(self.workers)} is not [fewest, most]")  # type: ignore[arg-type]
+            key = "tensor" if self.strategy == "tp" else "shard"
+            asked = self.workers if isinstance(self.workers, int) else list(self.workers)
+            raise ValueError(
+                f"workers: {asked} has no multiple of parallel.{key}, which is {self.worker_unit}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -224,14 +233,23 @@ class TrainingConfig(Section):
         return self
 
     @property
+    def worker_unit(self) -> int:
+        """Ranks that belong together: a run has a multiple of them."""
+        if self.strategy == "tp":
+            return self.parallel.tensor
+        return self.parallel.shard or 1 if self.strategy == "hsdp" else 1
+
+    @property
     def fewest_workers(self) -> int:
         """What a run needs to start and to go on."""
-        return self.workers if isinstance(self.workers, int) else self.workers[0]
+        fewest = self.workers if isinstance(self.workers, int) else self.workers[0]
+        return -(-fewest // self.worker_unit) * self.worker_unit
 
     @property
     def most_workers(self) -> int:
         """What a run uses where the pool has it."""
-        return self.workers if isinstance(self.workers, int) else self.workers[1]
+        most = self.workers if isinstance(self.workers, int) else self.workers[1]
+        return most // self.worker_unit * self.worker_unit
 
     @property
     def tokens_per_step(self) -> int:

@@ -68,9 +68,7 @@ def _asked(job: Job) -> dict[str, Any]:
     return {**settings.model_dump(mode="json", include=keys), "gpu": has_gpus()}
 
 
-def try_strategies(
-    job: Job, say: Say, avoid: Avoid = NOBODY, start: Fit | None = None
-) -> Choice:
+def try_strategies(job: Job, say: Say, avoid: Avoid = NOBODY, start: Fit | None = None) -> Choice:
     """Make trials on workers as the run's, and pick. Leaves nothing behind.
 
     A combination whose trial ends the workers is rejected, and the search goes on without it.
@@ -110,6 +108,7 @@ def _to_the_end(job: Job, book: Book, avoid: Avoid, start: Fit, say: Say) -> int
             settings.cpus_per_worker,
             patience,
             avoid,
+            settings.worker_unit,
         )
         if count != workers:
             workers = count

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hybrid.config import TrainingConfig
+from hybrid.config import ParallelConfig, TrainingConfig
 from hybrid.errors import ConfigError
 from hybrid.training.rules import SHARDED, check_strategy
 
@@ -62,6 +62,18 @@ class Candidate:
     def as_record(self) -> dict[str, Any]:
         """As JSON, see `Candidate(**record)`."""
         return asdict(self)
+
+    def as_settings(self) -> dict[str, Any]:
+        """Keys of `training` that choose this combination, but what is so by default."""
+        fields = asdict(self)
+        parallel = {
+            name: fields[name]
+            for name, known in ParallelConfig.model_fields.items()
+            if name in fields and fields[name] != known.default
+        }
+        grid = {name: fields[name] for name in ("micro_batch", "micro_batches")}
+        more = {"parallel": parallel} if parallel else {}
+        return {"strategy": self.strategy, **grid, **more}
 
     def __str__(self) -> str:
         words = [f"{self.strategy} x {self.tensor}" if self.tensor > 1 else self.strategy]
@@ -124,6 +136,19 @@ class Space:
             )
         self.ways = [c for c in self._ways() if self._allowed(c, model)]
         """One combination of each way to spread the model, the plainest of that way."""
+
+    def frugal(self) -> Candidate:
+        """The combination that needs least memory.
+
+        Raises:
+            ConfigError: there is none at all.
+        """
+        if not self.ways:
+            told = "; ".join(f"{name}: {why}" for name, why in self.left_out.items())
+            key = "training.strategy"
+            raise ConfigError(f"{key}: auto: there is nothing to try: {told}", param=key)
+        sharded = [way for way in self.ways if way.strategy == "fsdp"] or self.ways
+        return list(self.ladder(sharded[0]))[-1]
 
     def ladder(self, way: Candidate) -> Iterator[Candidate]:
         """The combinations of a way from the fastest to the one that needs least memory."""
@@ -212,9 +237,9 @@ class Space:
                 return "all workers are on one node: the same as fsdp"
             if self.place.per_node == 1:
                 return "one worker a node: the same as ddp"
-        if c.strategy == "tp" and self.settings.parallel.tensor == 1:
-            if self.place.per_node % c.tensor:
-                return f"{self.place.per_node} workers a node: activations would cross the network"
+        given = self.settings.parallel.tensor > 1
+        if c.strategy == "tp" and not given and self.place.per_node % c.tensor:
+            return f"{self.place.per_node} workers a node: activations would cross the network"
         return None
 
     @property

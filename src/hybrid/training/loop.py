@@ -144,9 +144,7 @@ def _train(
         job.checkpoints, world, settings.checkpoint, progress.write, owned=lambda: not fence.lost()
     )
     position.at("restore")
-    restored = (
-        Restored(step=0) if job.trial else checkpoints.restore(model, optimizer, extra=extra)
-    )
+    restored = Restored(step=0) if job.trial else checkpoints.restore(model, optimizer, extra=extra)
 
     position.at("matmul peak")
     peak = device_peak(world.device, precision)

@@ -33,6 +33,7 @@ from hybrid.training.preflight import (
     check_versions,
     failure,
 )
+from hybrid.training.preflight_strategy import check_layout, fewest_on_a_node, space_of
 from hybrid.training.probe import Asked, Probe, clear, probe, try_shards, versions, wait_for
 from hybrid.training.shards import ShardSet
 from hybrid.training.slots import NOBODY, Avoid, has_gpus, pool_nodes, wait_for_slots
@@ -101,13 +102,15 @@ def preflight(
         unseen = {url: _unseen(url, asked, nodes) for url in storages if mine[url] is None}
     finally:
         clear(storages, asked, ["driver", *(n["NodeID"] for n in pool)])
-    most = max((int(n["Resources"].get(GPU.resource, 1)) for n in pool), default=1)
+    has = [int(n["Resources"].get(GPU.resource, 1)) for n in pool]
+    most = max(has, default=1)
     unread = try_shards(asked.shards)
     tokens = ShardSet(data.train).tokens if data and unread is None else None
-    needs = _estimate(config, data)
+    needs = _estimate(config, data, has)
     ranks = min(most, settings.most_workers)
     of_model = (
         [
+            check_layout(settings, _architecture(config, data), has, nodes, has_gpus()),
             check_space(needs, settings, _free(kept or home), _held(checkpoints), kept or home),
             check_memory(needs, nodes, ranks),
         ]
@@ -131,25 +134,38 @@ def _check_slots(config: ProjectConfig, wait_s: float, avoid: Avoid) -> Check:
     settings = config.training
     try:
         fit = wait_for_slots(
-            settings.fewest_workers, settings.most_workers, settings.cpus_per_worker, wait_s, avoid
+            settings.fewest_workers,
+            settings.most_workers,
+            settings.cpus_per_worker,
+            wait_s,
+            avoid,
+            settings.worker_unit,
         )
     except PlacementError as e:
         return Check(name="slots", status="fail", said=e.message)
     return Check(name="slots", status="ok", said=f"{fit} workers fit now")
 
 
-def _estimate(config: ProjectConfig, data: PreparedData | None) -> Estimate | HybridError:
-    """For as few workers as may be: a rank then holds most. An error: the base is none."""
+def _architecture(config: ProjectConfig, data: PreparedData | None) -> Any:
+    vocabulary = len(load_tokenizer(data.tokenizer)) if data else config.data.tokenizer.vocab_size
+    return architecture(config.model, vocabulary)
+
+
+def _estimate(
+    config: ProjectConfig, data: PreparedData | None, slots: Sequence[int]
+) -> Estimate | HybridError:
+    """For as few workers as may be: a rank then holds most. An error: the base is none.
+
+    Of `auto` the combination that needs least: the others are left out by its trials.
+    """
+    settings, gpu = config.training, has_gpus()
+    count = settings.fewest_workers
     try:
+        shape = partial(_architecture, config, data)
+        if settings.strategy == "auto":
+            settings = space_of(settings, shape(), slots, gpu).frugal().applied(settings)
         return estimate(
-            partial(
-                architecture,
-                config.model,
-                len(load_tokenizer(data.tokenizer)) if data else config.data.tokenizer.vocab_size,
-            ),
-            config.training,
-            workers=config.training.fewest_workers,
-            gpu=has_gpus(),
+            shape, settings, workers=count, per_node=fewest_on_a_node(count, slots), gpu=gpu
         )
     except HybridError as e:
         return e

@@ -119,7 +119,9 @@ class _Trials:
         while (candidate := self._search.next(rows := self._book.rows())) is not None:
             why = self._search.hopeless(candidate, rows) or self._too_large(candidate)
             if why is None:
-                shutil.rmtree(self._trial_job(candidate).folder, ignore_errors=True)  # one was killed
+                shutil.rmtree(
+                    self._trial_job(candidate).folder, ignore_errors=True
+                )  # one was killed
                 self._book.add(Row(candidate=candidate, outcome="begun"))
                 return candidate
             self._book.add(Row(candidate=candidate, outcome="left out", why=why, memory=True))

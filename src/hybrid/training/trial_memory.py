@@ -1,4 +1,4 @@
-"""The memory of one trial: what a rank may use, the most that it held, whether its allocator thrashed."""
+"""The memory of a trial: what a rank may use, the most it held, whether its allocator thrashed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def place_of(world: World) -> Place:
         memory = min(free for _, free, _ in told)
     else:  # what is free there and what they have already, shared by the ranks of a node
         memory = min(
-            (min(free for n, free, _ in told if n == node) + sum(r for n, _, r in told if n == node))
+            (
+                min(free for n, free, _ in told if n == node)
+                + sum(r for n, _, r in told if n == node)
+            )
             // nodes.count(node)
             for node in set(nodes)
         )

@@ -251,3 +251,8 @@ def picked(choice: Choice) -> str:
     """One line: what was picked, and why."""
     c = choice.candidate
     return f"picked {c}, {_shape(c)} on {choice.workers} workers: {choice.why}"
+
+
+def shown(choice: Choice) -> dict[str, Any]:
+    """What was picked, in words, and the table it was picked from: `heads` and `rows`."""
+    return {"picked": picked(choice), "heads": list(HEADS), "rows": cells(choice)}

@@ -68,6 +68,7 @@ def run_workers(job: Job, say: OnMessage = log.info, avoid: Avoid = NOBODY) -> d
             settings.cpus_per_worker,
             patience,
             avoid,
+            settings.worker_unit,
         )
         patience = WAIT_S
         (job.folder / _RESULT).unlink(missing_ok=True)
@@ -161,7 +162,7 @@ class _Notices:
         self._avoid = avoid
         settings = job.config.training
         self._fewest, self._most = settings.fewest_workers, settings.most_workers
-        self._resize_s = settings.resize_s
+        self._resize_s, self._unit = settings.resize_s, settings.worker_unit
         self._needs = worker_resources(settings.cpus_per_worker, has_gpus())
         self._size = ray.train.get_context().get_world_size()
         self._first = ray.train.get_context().get_world_rank() == 0
@@ -181,6 +182,7 @@ class _Notices:
     def _look(self, info: Any) -> Notice:
         room = free_slots(self._needs, self._avoid)
         if info is None:
+            room = room // self._unit * self._unit
             if not room:
                 self._alone_since = time.monotonic()
             if time.monotonic() - self._alone_since < self._resize_s:
