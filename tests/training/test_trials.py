@@ -1,4 +1,4 @@
-"""The search of `strategy: auto` on made-up machines: what is tried, in what order, what is picked."""
+"""The search of `strategy: auto` on made-up machines: what is tried, and what is picked."""
 
 from __future__ import annotations
 
