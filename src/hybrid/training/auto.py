@@ -30,8 +30,10 @@ MOST_FAILURES = 2
 """Failures of the workers outside of any trial, after which the search gives up."""
 
 
-def settled(job: Job, say: Say, avoid: Avoid = NOBODY) -> Job:
+def settled(job: Job, say: Say, avoid: Avoid = NOBODY, start: Fit | None = None) -> Job:
     """The job with a strategy: `auto` becomes what was chosen for this run, or is chosen now.
+
+    The arguments are those of `try_strategies`.
 
     Raises:
         PlacementError: too few slots. TrainingError: no combination works.
@@ -49,7 +51,7 @@ def settled(job: Job, say: Say, avoid: Avoid = NOBODY) -> Job:
             break
     progress = Progress(job.folder)
     with progress.phase("trials"):
-        choice = try_strategies(job, say, avoid)
+        choice = try_strategies(job, say, avoid, start)
     progress.write("strategy", asked=asked, **choice.as_record())
     say({"message": "\n".join(["trials of strategies:", *lines(choice)])})
     return with_choice(job, choice)
