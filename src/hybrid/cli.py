@@ -58,12 +58,19 @@ def train(
     check: Annotated[
         bool, typer.Option(help="Make the preflight checks and nothing else.")
     ] = False,
+    try_strategies: Annotated[
+        bool,
+        typer.Option(help="Time the strategies on the real workers, and nothing else."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train and publish the base; a killed run goes on where it stopped."""
     p = _open(config, sets)
     if check:
         cli_runs.preflight(p, as_json)
+        return
+    if try_strategies:
+        cli_runs.try_strategies(p, as_json)
         return
     with Bars(err) as bars:
         manifest = p.train(fresh=fresh, on_progress=bars.training)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from hybrid import project
 from hybrid.cli_common import DEFAULT, AsJson, Config, err, open_project, out, show
-from hybrid.show import age, count, percent
+from hybrid.show import Bars, age, count, percent
 
 
 def runs(config: Config = DEFAULT, as_json: AsJson = False) -> None:
@@ -58,3 +58,16 @@ def preflight(p: project.Project, as_json: bool) -> None:
     show([vars(c) for c in checks], as_json, table)
     if any(c.status == "fail" for c in checks):
         raise typer.Exit(1)
+
+
+def try_strategies(p: project.Project, as_json: bool) -> None:
+    """Make the trials of `training.strategy: auto` and show what came of them; nothing is kept."""
+    with Bars(err) as bars:
+        data = p.runs.try_strategies(bars.training)
+    table = Table(*data["heads"])
+    for row in data["rows"]:
+        table.add_row(*map(escape, row))
+    show(data, as_json, table)
+    if not as_json:
+        out.print(data["picked"], markup=False, highlight=False, soft_wrap=True)
+        out.print("as keys of training: " + str(data["settings"]), markup=False, soft_wrap=True)

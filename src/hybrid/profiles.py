@@ -16,7 +16,7 @@ from hybrid.config import ProjectConfig
 from hybrid.errors import ConfigError, HybridError, TrainingError
 from hybrid.planning.trace import RankTrace, read_trace
 from hybrid.planning.verdict import Knob, Verdict, judge
-from hybrid.scaling_runs import measure, timed_config, with_training
+from hybrid.scaling_runs import measure, one_strategy, timed_config, with_training
 
 if TYPE_CHECKING:
     from hybrid.project import Project
@@ -77,6 +77,7 @@ def profile(
     """
     say = on_progress or (lambda record: None)
     config = project.config
+    one_strategy(config.training)
     count = config.training.most_workers if workers is None else workers
     for name, value in (("--workers", count), ("--steps", steps), ("--warmup", warmup)):
         if value < 1:

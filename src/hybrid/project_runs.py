@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +30,41 @@ class Runs:
             from hybrid.training.preflight_nodes import preflight
 
             return preflight(self._project.config)
+
+    def try_strategies(
+        self, on_progress: Callable[[dict[str, Any]], None] | None = None
+    ) -> dict[str, Any]:
+        """Make the trials of `training.strategy: auto`, whatever the strategy is, and keep nothing.
+
+        Returns:
+            `picked` in words, `settings` (keys of `training` that choose it), and the table:
+            `heads`, `rows`; `choice` is all of it as numbers.
+
+        Raises:
+            TrainingError: no combination works. PlacementError, ConfigError: see `train`.
+        """
+        with self._project.ray():
+            from hybrid.config import TrainingConfig
+            from hybrid.training.auto import try_strategies
+            from hybrid.training.loop import Job
+            from hybrid.training.preflight_nodes import guard
+            from hybrid.training.slots import PLACE_S
+            from hybrid.training.trainer import made_data
+            from hybrid.training.trials import shown
+
+            say, config = on_progress or (lambda record: None), self._project.config
+            wanted = {**config.training.model_dump(), "strategy": "auto"}
+            training = TrainingConfig.model_validate(wanted)
+            config = config.model_copy(update={"training": training})
+            guard(config, say, wait_s=PLACE_S)
+            name = f"try-{uuid.uuid4().hex[:8]}"
+            job = Job(config=config, data=made_data(config, say), run_id=name)
+            try:
+                choice = try_strategies(job, say)
+            finally:
+                shutil.rmtree(job.folder, ignore_errors=True)
+            settings = choice.candidate.as_settings()
+            return {**shown(choice), "settings": settings, "choice": choice.as_record()}
 
     def list(self) -> list[dict[str, Any]]:
         """The figures of every run, the newest last."""

@@ -103,7 +103,14 @@ def _counts(
     warmup: int,
 ) -> list[int]:
     training = config.training
-    counts = sorted(set(workers or default_counts(training.most_workers)))
+    one_strategy(training)
+    unit = training.worker_unit
+    default = [n for n in default_counts(training.most_workers) if n % unit == 0]
+    counts = sorted(set(workers or default))
+    if odd := [n for n in counts if n % unit]:
+        raise ConfigError(
+            f"--workers {odd[0]}: training.strategy {training.strategy!r} takes multiples of {unit}"
+        )
     if counts[0] < 1:
         raise ConfigError(f"--workers {counts[0]}: expected 1 or more")
     if steps < FEWEST_STEPS:
@@ -124,6 +131,16 @@ def _counts(
             param="training.strategy",
         )
     return counts
+
+
+def one_strategy(training: TrainingConfig) -> None:
+    """Refuse `auto`: what is measured must be one strategy."""
+    if training.strategy == "auto":
+        raise ConfigError(
+            "training.strategy: 'auto' cannot be measured as such: set the strategy that"
+            " `hybrid train --try-strategies` picks",
+            param="training.strategy",
+        )
 
 
 def with_training(config: ProjectConfig, **changes: Any) -> ProjectConfig:

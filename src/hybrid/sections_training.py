@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from hybrid.sections_base import Section
 
-Strategy = Literal["single", "ddp", "fsdp", "hsdp", "tp", "deepspeed"]
+Strategy = Literal["single", "ddp", "fsdp", "hsdp", "tp", "deepspeed", "auto"]
 
 
 class ParallelConfig(Section):
@@ -32,6 +32,25 @@ class ParallelConfig(Section):
     """One kernel for the whole optimiser step."""
 
 
+class TrialsConfig(Section):
+    """What `strategy: auto` tries before the first step of a run."""
+
+    warmup: int = Field(2, ge=1)
+    """Steps of a trial that are not timed."""
+    steps: int = Field(3, ge=1)
+    """Steps of a trial that are timed; their median counts."""
+    most: int = Field(12, ge=1)
+    """Trials, at most."""
+    vary: tuple[Literal["reshard", "activation_checkpointing", "compile", "micro_batch"], ...] = (
+        "reshard",
+        "activation_checkpointing",
+        "compile",
+        "micro_batch",
+    )
+    """What is tried besides strategies. `micro_batch` keeps the rows of a step: more at once in
+    fewer micro-batches, or the other way round. `compile` is tried on GPUs only."""
+
+
 class CompressionConfig(Section):
     """What travels between ranks when gradients are reduced."""
 
@@ -46,7 +65,7 @@ class CompressionConfig(Section):
 
 def compression_refusal(strategy: Strategy, kind: str) -> str | None:
     """Why gradients cannot be compressed so under this strategy; None if they can."""
-    if kind == "none" or strategy == "ddp":
+    if kind == "none" or strategy in ("ddp", "auto"):
         return None
     if strategy in ("fsdp", "hsdp"):
         flat = f"{strategy!r} reduces flat shards of many parameters"
@@ -149,7 +168,10 @@ class TrainingConfig(Section):
     """Documents share a sequence; `isolate` hides them from one another (attention mask and
     positions begin anew at each)."""
     strategy: Strategy = "fsdp"
-    """How the model is spread over workers; `deepspeed` is ZeRO-3 by that package (an extra)."""
+    """How the model is spread over workers; `deepspeed` is ZeRO-3 by that package (an extra);
+    `auto` tries what makes sense, but `deepspeed`, and takes the fastest."""
+    trials: TrialsConfig = TrialsConfig()
+    """auto: how it is tried."""
     parallel: ParallelConfig = ParallelConfig()
     """Details of the strategy."""
     compression: CompressionConfig = CompressionConfig()
@@ -161,7 +183,7 @@ class TrainingConfig(Section):
         | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
     ) = 2
     """Ray Train workers; each takes one slot of the gpu pool. [fewest, most]: elastic, the run goes
-    on with those that are there."""
+    on with those that are there; under tp and hsdp in multiples of `parallel.tensor` or `shard`."""
     resize_s: float = Field(60.0, gt=0)
     """Elastic: seconds between looks at whether more workers fit; each change costs a restart."""
     cpus_per_worker: float = Field(1, gt=0)
@@ -186,8 +208,14 @@ class TrainingConfig(Section):
 
     @model_validator(mode="after")
     def _workers_in_order(self) -> TrainingConfig:
+        if not isinstance(self.workers, int) and self.workers[0] > self.workers[1]:
+            raise ValueError(f"workers: {list(self.workers)} is not [fewest, most]")
         if self.fewest_workers > self.most_workers:
-            raise ValueError(f"workers: {list(self.workers)} is not [fewest, most]")  # type: ignore[arg-type]
+            key = "tensor" if self.strategy == "tp" else "shard"
+            asked = self.workers if isinstance(self.workers, int) else list(self.workers)
+            raise ValueError(
+                f"workers: {asked} has no multiple of parallel.{key}, which is {self.worker_unit}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -205,14 +233,23 @@ class TrainingConfig(Section):
         return self
 
     @property
+    def worker_unit(self) -> int:
+        """Ranks that belong together: a run has a multiple of them."""
+        if self.strategy == "tp":
+            return self.parallel.tensor
+        return self.parallel.shard or 1 if self.strategy == "hsdp" else 1
+
+    @property
     def fewest_workers(self) -> int:
         """What a run needs to start and to go on."""
-        return self.workers if isinstance(self.workers, int) else self.workers[0]
+        fewest = self.workers if isinstance(self.workers, int) else self.workers[0]
+        return -(-fewest // self.worker_unit) * self.worker_unit
 
     @property
     def most_workers(self) -> int:
         """What a run uses where the pool has it."""
-        return self.workers if isinstance(self.workers, int) else self.workers[1]
+        most = self.workers if isinstance(self.workers, int) else self.workers[1]
+        return most // self.worker_unit * self.worker_unit
 
     @property
     def tokens_per_step(self) -> int:

@@ -18,7 +18,8 @@ TWO_NODES = ["a", "a", "b", "b"]
 
 
 def settings(strategy: str, **parallel: Any) -> TrainingConfig:
-    return TrainingConfig.model_validate({"strategy": strategy, "parallel": parallel})
+    asked = {"strategy": strategy, "parallel": parallel, "workers": 12}
+    return TrainingConfig.model_validate(asked)
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,26 @@ def test_hsdp_keeps_a_copy_on_each_node_unless_told_otherwise() -> None:
     assert shard_size(settings("hsdp"), TWO_NODES) == 2
     assert shard_size(settings("hsdp"), ["a"] * 4) == 4
     assert shard_size(settings("hsdp", shard=1), TWO_NODES) == 1
+
+
+def test_workers_come_in_units_of_those_that_belong_together() -> None:
+    def sizes(**training: Any) -> tuple[int, int]:
+        made = TrainingConfig.model_validate(training)
+        return made.fewest_workers, made.most_workers
+
+    tensor, shard = {"tensor": 2}, {"shard": 4}
+    assert sizes(strategy="tp", parallel=tensor, workers=[3, 7]) == (4, 6)
+    assert sizes(strategy="hsdp", parallel=shard, workers=[2, 9]) == (4, 8)
+    assert sizes(strategy="fsdp", workers=[3, 7]) == (3, 7)
+    for strategy, parallel, workers in (
+        ("tp", tensor, 3), ("tp", tensor, [3, 3]), ("hsdp", shard, [5, 7]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="has no multiple of parallel"):
+            sizes(strategy=strategy, parallel=parallel, workers=workers)
+    with pytest.raises(ValueError, match="not \\[fewest, most\\]"):
+        sizes(workers=[3, 2])
+
+
+def test_auto_never_reaches_the_workers() -> None:
+    with pytest.raises(ConfigError, match="trials choose one before"):
+        check_strategy(settings("auto"), MODEL, TWO_NODES)

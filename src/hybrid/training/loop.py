@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from hybrid.config import ProjectConfig, TrainingConfig
 from hybrid.errors import TrainingError
 from hybrid.training.bad_batches import record_batch
-from hybrid.training.checkpoint import Checkpoints
+from hybrid.training.checkpoint import Checkpoints, Restored
 from hybrid.training.checkpoint_state import States
 from hybrid.training.compression import Compression
 from hybrid.training.data import Batch, PreparedData, ShardSet, load_tokenizer
@@ -52,6 +52,8 @@ class Job:
     data: PreparedData
     run_id: str
     profiling: Profiling | None = None
+    trial: bool = False
+    """Only steps, to time them: nothing is restored, saved or exported."""
 
     @property
     def folder(self) -> Path:
@@ -142,7 +144,7 @@ def _train(
         job.checkpoints, world, settings.checkpoint, progress.write, owned=lambda: not fence.lost()
     )
     position.at("restore")
-    restored = checkpoints.restore(model, optimizer, extra=extra)
+    restored = Restored(step=0) if job.trial else checkpoints.restore(model, optimizer, extra=extra)
 
     position.at("matmul peak")
     peak = device_peak(world.device, precision)
@@ -227,6 +229,8 @@ def _train(
                 progress.write("notice", step=done, kind=coming.kind, why=coming.why)
         position.at("checkpoint")
         wait = last or bool(coming.kind)
+        if job.trial:
+            continue
         with progress.phase("checkpoint"):
             if checkpoints.due(done, seconds, eval_loss) or wait:
                 checkpoints.save(
@@ -238,6 +242,8 @@ def _train(
             position.wait("standing still")
             _stand_still(progress, done)
 
+    if job.trial:
+        return metrics
     if not metrics and holdout:  # resumed after the last step: only its export was missing
         metrics = _evaluate(model, holdout, settings, world)
     position.at("export")

@@ -52,13 +52,17 @@ class Layout:
     fused: bool = True
 
     @classmethod
-    def of(cls, settings: TrainingConfig, workers: int) -> Layout:
-        """What `settings` mean for so many workers."""
+    def of(cls, settings: TrainingConfig, workers: int, per_node: int | None = None) -> Layout:
+        """What `settings` mean for so many workers.
+
+        Args:
+            per_node: workers on one node, by default all; for hsdp without `parallel.shard`.
+        """
         parallel, shards = settings.parallel, 1
         if settings.strategy in ("fsdp", "tp", "deepspeed"):
             shards = workers
-        elif settings.strategy == "hsdp":  # by default those of a node, which are not known here
-            shards = parallel.shard or workers
+        elif settings.strategy == "hsdp":
+            shards = parallel.shard or min(per_node or workers, workers)
         return cls(
             strategy=settings.strategy,
             shards=shards,
@@ -111,6 +115,7 @@ def estimate(
     *,
     workers: int,
     gpu: bool,
+    per_node: int | None = None,
     layout: Layout | None = None,
 ) -> Estimate:
     """Estimate the peak of one rank in a usual step: tensors, without allocator and runtime.
@@ -119,9 +124,10 @@ def estimate(
         architecture: makes the transformers configuration of the base (`model.architecture`).
         workers: ranks of the run.
         gpu: whether they compute on GPUs; decides what precision `auto` is.
+        per_node: ranks on one node, by default all.
         layout: by default what `settings` say.
     """
-    layout = layout or Layout.of(settings, workers)
+    layout = layout or Layout.of(settings, workers, per_node)
     name = settings.precision
     if name == "auto":
         name = "bfloat16" if gpu else "float32"

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hybrid.config import ProjectConfig
+from hybrid.config import ProjectConfig, TrainingConfig
 from hybrid.errors import HybridError, PlacementError
 from hybrid.pools import GPU
 from hybrid.training.data import PreparedData, load_tokenizer, prepared
@@ -33,6 +33,7 @@ from hybrid.training.preflight import (
     check_versions,
     failure,
 )
+from hybrid.training.preflight_strategy import check_layout, fewest_on_a_node, space_of
 from hybrid.training.probe import Asked, Probe, clear, probe, try_shards, versions, wait_for
 from hybrid.training.shards import ShardSet
 from hybrid.training.slots import NOBODY, Avoid, has_gpus, pool_nodes, wait_for_slots
@@ -101,19 +102,9 @@ def preflight(
         unseen = {url: _unseen(url, asked, nodes) for url in storages if mine[url] is None}
     finally:
         clear(storages, asked, ["driver", *(n["NodeID"] for n in pool)])
-    most = max((int(n["Resources"].get(GPU.resource, 1)) for n in pool), default=1)
+    has = [int(n["Resources"].get(GPU.resource, 1)) for n in pool]
     unread = try_shards(asked.shards)
     tokens = ShardSet(data.train).tokens if data and unread is None else None
-    needs = _estimate(config, data)
-    ranks = min(most, settings.most_workers)
-    of_model = (
-        [
-            check_space(needs, settings, _free(kept or home), _held(checkpoints), kept or home),
-            check_memory(needs, nodes, ranks),
-        ]
-        if isinstance(needs, Estimate)
-        else [check_model(needs)]
-    )
     return [
         check_nodes(len(pool), nodes, failed),
         slots,
@@ -123,7 +114,7 @@ def preflight(
         *(check_storage(url, mine[url], nodes, unseen.get(url, set())) for url in storages),
         check_shards(data is not None, unread, nodes),
         check_batches(settings, tokens, None if config.model.source else config.model.context),
-        *of_model,
+        *_of_model(config, data, has, nodes, checkpoints),
     ]
 
 
@@ -131,28 +122,53 @@ def _check_slots(config: ProjectConfig, wait_s: float, avoid: Avoid) -> Check:
     settings = config.training
     try:
         fit = wait_for_slots(
-            settings.fewest_workers, settings.most_workers, settings.cpus_per_worker, wait_s, avoid
+            settings.fewest_workers,
+            settings.most_workers,
+            settings.cpus_per_worker,
+            wait_s,
+            avoid,
+            settings.worker_unit,
         )
     except PlacementError as e:
         return Check(name="slots", status="fail", said=e.message)
     return Check(name="slots", status="ok", said=f"{fit} workers fit now")
 
 
-def _estimate(config: ProjectConfig, data: PreparedData | None) -> Estimate | HybridError:
-    """For as few workers as may be: a rank then holds most. An error: the base is none."""
+def _of_model(
+    config: ProjectConfig,
+    data: PreparedData | None,
+    slots: Sequence[int],
+    nodes: Sequence[Probe],
+    checkpoints: str | None,
+) -> list[Check]:
+    """What depends on the base. Where it cannot be spread as asked, its memory is not known."""
+    settings = config.training
+    vocabulary = len(load_tokenizer(data.tokenizer)) if data else config.data.tokenizer.vocab_size
+    shape = partial(architecture, config.model, vocabulary)
     try:
-        return estimate(
-            partial(
-                architecture,
-                config.model,
-                len(load_tokenizer(data.tokenizer)) if data else config.data.tokenizer.vocab_size,
-            ),
-            config.training,
-            workers=config.training.fewest_workers,
-            gpu=has_gpus(),
-        )
+        layout = check_layout(settings, shape(), slots, nodes, has_gpus())
+        if layout.status == "fail":
+            return [layout]
+        needs = _estimate(settings, shape, slots)
     except HybridError as e:
-        return e
+        return [check_model(e)]
+    url = settings.checkpoint.storage or str(config.run.dir)
+    ranks = min(max(slots, default=1), settings.most_workers)
+    space = check_space(needs, settings, _free(url), _held(checkpoints), url)
+    return [layout, space, check_memory(needs, nodes, ranks)]
+
+
+def _estimate(settings: TrainingConfig, shape: Callable[[], Any], slots: Sequence[int]) -> Estimate:
+    """For as few workers as may be: a rank then holds most.
+
+    Of `auto` the combination that needs least: the others are left out by its trials.
+    """
+    count, gpu = settings.fewest_workers, has_gpus()
+    if settings.strategy == "auto":
+        settings = space_of(settings, shape(), slots, gpu).frugal().applied(settings)
+    return estimate(
+        shape, settings, workers=count, per_node=fewest_on_a_node(count, slots), gpu=gpu
+    )
 
 
 def _ask(

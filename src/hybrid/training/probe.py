@@ -25,6 +25,7 @@ from hybrid.training.shards import ShardSet
 from hybrid.training.storage import Storage
 
 PACKAGES = ("torch", "ray", "transformers", "tokenizers", "safetensors", "numpy", "deepspeed")
+COMPILERS = ("c++", "g++", "clang++", "cc", "gcc", "clang")
 SEEN_S = 5.0
 """A shared file system may show a new file to other machines this late."""
 
@@ -70,6 +71,7 @@ class Probe:
         storage: by storage what is wrong with it as seen from here.
         free: by local storage the bytes free there.
         shards: what is wrong with the shards as seen from here.
+        compilers: of C and C++.
     """
 
     node: str
@@ -80,6 +82,7 @@ class Probe:
     storage: dict[str, str]
     free: dict[str, int]
     shards: str | None
+    compilers: tuple[str, ...] = ()
 
 
 def probe(node: str, asked: Asked) -> Probe:
@@ -100,6 +103,7 @@ def probe(node: str, asked: Asked) -> Probe:
         storage=storage,
         free=free,
         shards=try_shards(asked.shards),
+        compilers=tuple(c for c in COMPILERS if shutil.which(c)),
     )
 
 

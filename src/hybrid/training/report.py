@@ -22,6 +22,7 @@ from hybrid.training.goodput import CATEGORIES, Account, account
 from hybrid.training.progress import Progress, read_progress
 from hybrid.training.report_charts import flops
 from hybrid.training.report_page import page
+from hybrid.training.trials import Choice, shown
 
 log = logging.getLogger(__name__)
 JSON_FILE, HTML_FILE = "report.json", "report.html"
@@ -110,6 +111,7 @@ def summarise(run_id: str, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     evals = [r for r in records if r["event"] == "eval"]
     launches = [r for r in records if r["event"] == "launch"]
     ends = [r for r in records if r["event"] == "ended"]
+    choices = [Choice.of_record(r) for r in records if r["event"] == "strategy"]
     last_start: dict[str, Any] = starts[-1] if starts else {}
     price = launches[-1].get("usd_per_hour") if launches else None
     worker_hours = spent.worker_s / 3600
@@ -148,6 +150,7 @@ def summarise(run_id: str, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "worker_hours": worker_hours,
             "cost_usd": cost,
             "tokens_per_usd": _ratio(spent.tokens, cost or 0.0),
+            "trials": shown(choices[-1]) if choices else None,
             "attempts": [asdict(attempt) for attempt in spent.attempts],
         }
     )
@@ -191,6 +194,8 @@ def lines(figures: dict[str, Any], folder: Path) -> list[str]:
         f"goodput {100 * figures['goodput']:.1f} % of {duration(figures['wall_s'])}: "
         + ", ".join(f"{CATEGORIES[name]} {duration(s)}" for name, s in parts if s >= 0.05)
     )
+    if figures["trials"]:
+        said.append(f"strategy: {figures['trials']['picked']}")
     if figures["recomputed_steps"]:
         said.append(
             f"{figures['recomputed_steps']} steps were done again after"

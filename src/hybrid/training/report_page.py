@@ -104,7 +104,7 @@ def page(figures: dict[str, Any], curves: Mapping[str, Points]) -> str:
         f"<header><h1>Run {name}</h1>{_status(figures)}</header>\n{_tiles(figures)}\n"
         f"<section><h2>Where the time went</h2>{_goodput(figures)}</section>\n"
         f"<section><h2>Curves</h2>{''.join(charts)}{_values(curves)}</section>\n"
-        f"<section><h2>Attempts</h2>{_attempts(figures)}</section></main>\n"
+        f"{_trials(figures)}<section><h2>Attempts</h2>{_attempts(figures)}</section></main>\n"
         f'<script type="application/json" id="figures">{embedded}</script>\n'
         f"<script>{_SCRIPT}</script></body></html>\n"
     )
@@ -191,6 +191,13 @@ def _values(curves: Mapping[str, Points]) -> str:
     rows = [[f"{step:,}", *(_value(by_step[name].get(step)) for name in names)] for step in shown]
     table = _table(["step", *names.values()], rows)
     return f"<details><summary>The curves as a table</summary>{table}</details>"
+
+
+def _trials(figures: dict[str, Any]) -> str:
+    if (trials := figures.get("trials")) is None:
+        return ""
+    table = _table(trials["heads"], trials["rows"])
+    return f"<section><h2>Strategy trials</h2><p>{escape(trials['picked'])}</p>{table}</section>\n"
 
 
 def _attempts(figures: dict[str, Any]) -> str:

@@ -25,6 +25,8 @@ def check_strategy(settings: TrainingConfig, model: Any, nodes: Sequence[str]) -
         ConfigError: says which key, and what would do.
     """
     strategy, parallel, size = settings.strategy, settings.parallel, len(nodes)
+    if strategy == "auto":
+        _refuse("strategy", "'auto' is no strategy of workers: trials choose one before")
     if strategy == "single" and size > 1:
         _refuse("strategy", f"'single' is for one worker; training.workers is {size}")
     if strategy not in SHARDED and not parallel.reshard:

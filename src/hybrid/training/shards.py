@@ -93,9 +93,14 @@ class ShardSet:
         return self._gather(windows, config)
 
     def eval_batch(self, index: int, config: TrainingConfig) -> Batch:
-        """Micro-batch `index` of the corpus in its own order; rows past the end are padding."""
-        first = index * config.micro_batch
-        return self._gather(range(first, first + config.micro_batch), config)
+        """Micro-batch `index` of the corpus in its own order.
+
+        Rows past the end, and past `eval_sequences`, are padding: what is evaluated does not
+        depend on the micro-batch.
+        """
+        first, end = index * config.micro_batch, self.sequences(config.sequence_length)
+        rows = range(first, first + config.micro_batch)
+        return self._gather([n if n < config.eval_sequences else end for n in rows], config)
 
     def _gather(self, windows: Iterable[int], config: TrainingConfig) -> Batch:
         length = config.sequence_length

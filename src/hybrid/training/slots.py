@@ -55,11 +55,19 @@ def free_slots(needs: dict[str, float], avoid: Avoid = NOBODY) -> int:
 
 
 def wait_for_slots(
-    fewest: int, most: int, cpus: float, timeout_s: float = PLACE_S, avoid: Avoid = NOBODY
+    fewest: int,
+    most: int,
+    cpus: float,
+    timeout_s: float = PLACE_S,
+    avoid: Avoid = NOBODY,
+    unit: int = 1,
 ) -> int:
     """Wait until `fewest` workers fit the gpu pool.
 
     While it waits the pool's autoscaler is asked for them.
+
+    Args:
+        unit: of which `fewest` and `most` are multiples, and what is returned, too.
 
     Returns:
         How many fit, at most `most`.
@@ -86,9 +94,10 @@ def wait_for_slots(
             if demand is None:
                 demand = _demand(fewest, needs, avoid)
             elif demand.wait(0):
-                return min(most, fewest + free_slots(needs, avoid))  # what it holds is ours
+                fit = fewest + free_slots(needs, avoid)  # what it holds is ours
+                break
             time.sleep(0.5)
-        return min(most, fit)
+        return min(most, fit // unit * unit)
     finally:
         if demand is not None:
             ray.util.remove_placement_group(demand)

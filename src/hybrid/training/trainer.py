@@ -20,6 +20,7 @@ from hybrid.config import ProjectConfig
 from hybrid.errors import NotFound
 from hybrid.pools import GPU
 from hybrid.registry import Manifest, Registry
+from hybrid.training.auto import settled
 from hybrid.training.corpus import prepare_once
 from hybrid.training.data import PreparedData, ShardTask, prepare_data, prepared
 from hybrid.training.loop import Job
@@ -33,8 +34,8 @@ from hybrid.training.workers import run_workers
 log = logging.getLogger(__name__)
 OnProgress = Callable[[dict[str, Any]], None]
 _NOT_LEARNT = {
-    "workers", "resize_s", "cpus_per_worker", "strategy", "parallel", "checkpoint", "faults",
-    "audit", "preflight", "usd_per_hour",
+    "workers", "resize_s", "cpus_per_worker", "strategy", "trials", "parallel", "checkpoint",
+    "faults", "audit", "preflight", "usd_per_hour",
 }  # fmt: skip
 
 
@@ -88,6 +89,7 @@ def train_base(
         if not results.exists():
             avoid = gate()
             guard(config, say, wait_s=PLACE_S, checkpoints=job.checkpoints, avoid=avoid)
+            job = settled(job, say, avoid)
             with Follower(job.folder, say):
                 metrics = run_workers(job, lambda text: say({"message": text}), avoid)
             results.write_text(json.dumps(metrics))

@@ -16,7 +16,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybrid._ray_compat import draining_nodes
@@ -39,7 +39,7 @@ from hybrid.training.slots import (
 
 log = logging.getLogger(__name__)
 
-_WAIT_S = 600.0
+WAIT_S = 600.0
 """How long a run that has lost its nodes waits for others; new spot nodes take minutes."""
 _RESULT = "outcome.json"
 OnMessage = Callable[[str], None]
@@ -68,16 +68,17 @@ def run_workers(job: Job, say: OnMessage = log.info, avoid: Avoid = NOBODY) -> d
             settings.cpus_per_worker,
             patience,
             avoid,
+            settings.worker_unit,
         )
-        patience = _WAIT_S
+        patience = WAIT_S
         (job.folder / _RESULT).unlink(missing_ok=True)
         nodes = {n["NodeID"] for n in pool_nodes()}
         begun = time.time()
         try:
-            _fit(job, count, avoid)
+            fit(job, count, avoid, worker=_worker)
         except Exception as e:
             # Ray wraps the worker's error in classes that differ with who failed and how often.
-            own = _own(e)
+            own = own_error(e)
             reason = own or _failed(e, job, begun)
             if own is not None and not isinstance(own, (CheckpointError, Unavailable)):
                 raise own from e  # it would be the same again
@@ -95,8 +96,12 @@ def run_workers(job: Job, say: OnMessage = log.info, avoid: Avoid = NOBODY) -> d
         say(f"the workers are started anew after step {outcome['step']}: {outcome['moved']}")
 
 
-def _fit(job: Job, count: int, avoid: Avoid) -> None:
-    """Start workers and wait until all have ended; rank 0 leaves the outcome in a file."""
+def fit(job: Job, count: int, avoid: Avoid, worker: Callable[[dict[str, Any]], None]) -> None:
+    """Start workers and wait until all have ended.
+
+    Args:
+        worker: what each of them runs, given `job` and `avoid`.
+    """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -105,7 +110,7 @@ def _fit(job: Job, count: int, avoid: Avoid) -> None:
     os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     trainer = TorchTrainer(
-        _worker,
+        worker,
         train_loop_config={"job": job, "avoid": dict(avoid)},
         torch_config=TorchConfig(
             backend=backend(gpu),
@@ -134,7 +139,7 @@ def _fit(job: Job, count: int, avoid: Avoid) -> None:
 
 
 def _worker(arguments: dict[str, Any]) -> None:
-    """What Ray Train runs on each worker."""
+    """What Ray Train runs on each worker; rank 0 leaves the outcome in a file."""
     import ray.train
 
     job: Job = arguments["job"]
@@ -157,7 +162,7 @@ class _Notices:
         self._avoid = avoid
         settings = job.config.training
         self._fewest, self._most = settings.fewest_workers, settings.most_workers
-        self._resize_s = settings.resize_s
+        self._resize_s, self._unit = settings.resize_s, settings.worker_unit
         self._needs = worker_resources(settings.cpus_per_worker, has_gpus())
         self._size = ray.train.get_context().get_world_size()
         self._first = ray.train.get_context().get_world_rank() == 0
@@ -177,6 +182,7 @@ class _Notices:
     def _look(self, info: Any) -> Notice:
         room = free_slots(self._needs, self._avoid)
         if info is None:
+            room = room // self._unit * self._unit
             if not room:
                 self._alone_since = time.monotonic()
             if time.monotonic() - self._alone_since < self._resize_s:
@@ -190,20 +196,23 @@ class _Notices:
         return Notice(kind="reclaim", why=why, deadline=None if at is None else at / 1000)
 
 
-def _own(error: Exception) -> HybridError | None:
+def own_error(error: Exception) -> HybridError | None:
     """The HybridError that a worker raised, wherever in Ray's errors it is."""
+    return next((e for e in causes(error) if isinstance(e, HybridError)), None)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and all those that Ray has wrapped in it, each once."""
     seen: list[BaseException] = []
     pending: list[BaseException | None] = [error]
     while pending:
         inner = pending.pop()
         if inner is None or inner in seen:
             continue
-        if isinstance(inner, HybridError):
-            return inner
+        yield inner
         seen.append(inner)
         pending += [inner.__cause__, inner.__context__, getattr(inner, "cause", None)]
         pending += list(getattr(inner, "worker_failures", {}).values())
-    return None
 
 
 def _failed(error: Exception, job: Job, begun: float) -> TrainingError:
