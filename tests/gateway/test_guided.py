@@ -110,7 +110,7 @@ def test_a_response_format_is_kept_to_in_a_stream(models: OneBase) -> None:
 
 def test_text_is_no_constraint_and_an_object_is_one(models: OneBase) -> None:
     assert chat(models, response_format={"type": "text"}, max_tokens=1).is_success
-    answer = chat(models, response_format={"type": "json_object"}, max_tokens=3).json()
+    answer = chat(models, response_format={"type": "json_object"}, max_tokens=3, seed=1).json()
     assert models.asked[0].constraint is None
     assert answer["choices"][0]["message"]["content"].startswith("{")
     assert answer["choices"][0]["finish_reason"] == "length"
