@@ -8,8 +8,7 @@
 A save copies the state to staging memory, which is all that training waits for; a thread of each
 rank hashes and writes its file; at the first step at which all ranks are done, rank 0's thread
 writes the marker. Collectives run on the training thread only, at the same place on every rank, so
-that none hangs in a thread that nobody watches. File names are never used twice: a process of a
-killed run that still writes can spoil nothing.
+that none hangs unwatched. No file name is used twice: a killed run's late writes spoil nothing.
 """
 
 from __future__ import annotations
