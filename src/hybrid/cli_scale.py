@@ -138,7 +138,7 @@ def _show(sweep: Sweep) -> None:
 
 
 PROFILE_EPILOG = """Example: hybrid profile --workers 2 --html profile.html. Or: hybrid profile
---try --json profile.json; hybrid profile --read .hybrid/profiles/20261202T171500."""
+--try --json profile.json; hybrid profile --memory; hybrid profile --read .hybrid/profiles/20261202T171500."""
 
 
 def profile(
@@ -152,6 +152,9 @@ def profile(
     try_knobs: Annotated[
         bool, typer.Option("--try", help="Measure what each knob does, too: a run for each.")
     ] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Also whose memory it is: a timeline, and the peak.")
+    ] = False,
     read: Annotated[
         Path | None, typer.Option(help="Judge the traces (*.json, *.json.gz) of a folder instead.")
     ] = None,
@@ -159,7 +162,8 @@ def profile(
     json_file: JsonFile = None,
 ) -> None:
     """What a step is bound by: compute, memory, communication, input or the host; what to try."""
-    from hybrid.planning import profile_page
+    from hybrid.planning import memory_page, profile_page
+    from hybrid.planning.memory_timeline import as_json, read_memory, size, told
     from hybrid.planning.trace import read_trace
     from hybrid.planning.verdict import judge
 
@@ -168,7 +172,12 @@ def profile(
         paths = sorted([*read.glob("*.json"), *read.glob("*.json.gz")])
         if not paths:
             raise DataError(f"--read {read}: no *.json or *.json.gz in there")
-        ranks = tuple(read_trace(path) for path in paths)
+        # Steps in which allocations were recorded take longer: where others are there, only those
+        # tell of time.
+        of_memory = [path for path in paths if path.name.startswith("memory-")]
+        timed = [path for path in paths if path not in of_memory] or paths
+        ranks = tuple(read_trace(path) for path in timed)
+        memories = tuple(read_memory(path) for path in of_memory or paths) if memory else ()
         verdict = judge(ranks)
     else:
         p = open_project(config, sets)
@@ -178,17 +187,23 @@ def profile(
                 steps=steps,
                 warmup=warmup,
                 try_knobs=try_knobs,
+                memory=memory,
                 on_progress=bars.training,
             )
         name, ranks, verdict = p.config.run.name, done.ranks, done.verdict
-        tried, folder = list(done.tried), done.folder
+        tried, folder, memories = list(done.tried), done.folder, done.memory
     rows = [[t.knob, t.outcome, f"{t.ratio:.2f}" if t.ratio else "", t.text] for t in tried]
     head = ["knob", "outcome", "tokens/s, times", "what"]
     if html is not None:
         shown = profile_page.table(head, rows) if rows else ""
-        page = profile_page.to_html(ranks, verdict, name=name, tried=shown)
+        held = memory_page.section(memories) if memories else ""
+        page = profile_page.to_html(ranks, verdict, name=name, tried=shown, memory=held)
         html.write_text(page, encoding="utf-8")
-    data = {**profile_page.as_json(ranks, verdict), "tried": [vars(t) for t in tried]}
+    data = {
+        **profile_page.as_json(ranks, verdict),
+        "tried": [vars(t) for t in tried],
+        **({"memory": [as_json(m) for m in memories]} if memories else {}),
+    }
     _write(data, json_file)
     if json_file == "-":
         return
@@ -205,6 +220,14 @@ def profile(
     else:
         for knob in verdict.knobs:
             out.print(f"  try {knob.name}: {knob.text}", markup=False)
+    for one in memories:
+        first, *more = told(one)
+        out.print(first, markup=False)
+        for sentence in more:
+            out.print(f"  {sentence}", markup=False)
+        for holder in one.holders[:5]:
+            text = f"  {size(holder.bytes):>12}  {holder.category}: {holder}"
+            out.print(text, markup=False, highlight=False)
     out.print(
         f"traces of {len(ranks)} ranks in {folder}; they open in ui.perfetto.dev", markup=False
     )

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from hybrid.config import ProjectConfig
 from hybrid.errors import ConfigError, HybridError, TrainingError
+from hybrid.planning.memory_timeline import Memory, read_memory
 from hybrid.planning.trace import RankTrace, read_trace
 from hybrid.planning.verdict import Knob, Verdict, judge
 from hybrid.scaling_runs import measure, one_strategy, timed_config, with_training
@@ -21,6 +22,7 @@ from hybrid.scaling_runs import measure, one_strategy, timed_config, with_traini
 if TYPE_CHECKING:
     from hybrid.project import Project
     from hybrid.training.data import PreparedData
+    from hybrid.training.profiling import Profiling
 
 Progress = Callable[[dict[str, Any]], None]
 FOLDER = "profiles"
@@ -45,12 +47,17 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Profiled:
-    """A profile: its traces (they open in Perfetto), accounted for and judged."""
+    """A profile: its traces (they open in Perfetto), accounted for and judged.
+
+    Attributes:
+        memory: of each rank, where it was asked for.
+    """
 
     folder: Path
     ranks: tuple[RankTrace, ...]
     verdict: Verdict
     tried: tuple[Tried, ...]
+    memory: tuple[Memory, ...] = ()
 
 
 def profile(
@@ -60,6 +67,7 @@ def profile(
     steps: int = 3,
     warmup: int = 3,
     try_knobs: bool = False,
+    memory: bool = False,
     on_progress: Progress | None = None,
 ) -> Profiled:
     """Profile a few steps of the project's training on all ranks.
@@ -70,6 +78,7 @@ def profile(
         workers: by default the most of `training.workers`.
         steps: recorded, after `warmup` that are not.
         try_knobs: measure the job with each knob that the verdict names, too.
+        memory: record allocations, too, in as many steps after those.
         on_progress: called with each record of the run's progress file, and `{"message": …}`.
 
     Raises:
@@ -83,36 +92,36 @@ def profile(
         if value < 1:
             raise ConfigError(f"{name} {value}: expected 1 or more")
     with type(project)(with_training(config, workers=count)).ray():
+        from hybrid.training.profiling import Profiling
         from hybrid.training.trainer import made_data
 
         data = dataclasses.replace(made_data(config, say), holdout=None)
         folder = config.run.dir / FOLDER / time.strftime("%Y%m%dT%H%M%S")
         say({"message": f"{count} workers: {warmup} + {steps} steps under the profiler"})
-        _record(config, data, count, steps, warmup, folder, say)
+        plan = Profiling(warmup=warmup, active=steps, memory=memory)
+        _record(config, data, count, plan, folder, say)
         ranks = tuple(read_trace(path) for path in sorted(folder.glob("rank-*.json.gz")))
         verdict = judge(ranks)
         tried = tuple(_try_all(config, data, count, verdict, say)) if try_knobs else ()
-    return Profiled(folder=folder, ranks=ranks, verdict=verdict, tried=tried)
+    found = tuple(read_memory(path) for path in sorted(folder.glob("memory-*.json.gz")))
+    return Profiled(folder=folder, ranks=ranks, verdict=verdict, tried=tried, memory=found)
 
 
 def _record(
     config: ProjectConfig,
     data: PreparedData,
     count: int,
-    steps: int,
-    warmup: int,
+    plan: Profiling,
     folder: Path,
     say: Progress,
 ) -> None:
     """Run the job and leave its traces in `folder`."""
     from hybrid.training.loop import Job
     from hybrid.training.profiling import FOLDER as TRACES
-    from hybrid.training.profiling import Profiling
     from hybrid.training.progress import Follower
     from hybrid.training.storage import Storage
     from hybrid.training.workers import run_workers
 
-    plan = Profiling(warmup=warmup, active=steps)
     timed = timed_config(config, steps=plan.steps, workers=count)
     job = Job(config=timed, data=data, run_id=f"profile-{count}", profiling=plan)
     shutil.rmtree(job.folder, ignore_errors=True)
@@ -121,10 +130,10 @@ def _record(
     try:
         with Follower(job.folder, say):
             run_workers(job, lambda text: say({"message": text}))
-        found = sorted((job.folder / TRACES).glob("rank-*.json.gz"))
-        if len(found) != count:
+        found = sorted((job.folder / TRACES).glob("*.json.gz"))
+        if len(found) != count * (1 + plan.memory):
             raise TrainingError(
-                f"{len(found)} of {count} ranks left a trace in {job.folder}: does every node see"
+                f"{len(found)} of {count * (1 + plan.memory)} traces of {count} ranks are in {job.folder}: does every node see"
                 " run.dir?"
             )
         folder.mkdir(parents=True)

@@ -44,12 +44,15 @@ def as_json(ranks: Sequence[RankTrace], verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def to_html(ranks: Sequence[RankTrace], verdict: Verdict, *, name: str, tried: str = "") -> str:
+def to_html(
+    ranks: Sequence[RankTrace], verdict: Verdict, *, name: str, tried: str = "", memory: str = ""
+) -> str:
     """The whole page.
 
     Args:
         name: of the project.
         tried: HTML of what knobs did.
+        memory: HTML of `memory_page.section`.
     """
     title = f"{name} is {verdict.bound}-bound"
     warnings = "".join(
@@ -91,6 +94,7 @@ def to_html(ranks: Sequence[RankTrace], verdict: Verdict, *, name: str, tried: s
             f"<p>{key}</p>",
             *(_bar(t) for t in ranks),
             f"<h2>What to try</h2><ul>{knobs}</ul>{tried}",
+            memory,
             "<h2>Each step of each rank</h2>" + table(head, rows),
             "<h2>What took longest</h2>",
             *(_longest(t) for t in ranks),

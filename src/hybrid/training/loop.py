@@ -134,6 +134,7 @@ def _train(
         check_isolation(model, len(tokenizer), world.device)
     compression = Compression(model, settings.strategy, settings.compression)
     optimizer = make_optimizer(model, settings)
+    position.watch(model, optimizer)
     progress = Progress(job.folder, enabled=world.rank == 0, scalars=True)
     fence = Fence(job.folder)
     if world.rank == 0:

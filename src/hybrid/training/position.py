@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 
@@ -31,6 +32,13 @@ class Position:
     def wait(self, phase: str) -> None:
         """Say that nothing is to happen from here on, for as long as it takes."""
         self.now = Place(self.now.step, phase, math.inf)
+
+    def within(self, name: str) -> AbstractContextManager[None]:
+        """A part of the current phase, for a profiler; nothing is said to readers."""
+        return nullcontext()
+
+    def watch(self, model: Any, optimizer: Any) -> None:
+        """What the steps work on, for a profiler."""
 
     def as_record(self) -> dict[str, Any]:
         """`step`, `phase` and `seconds` in it so far."""

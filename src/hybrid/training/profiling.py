@@ -1,22 +1,25 @@
 """A few steps of a run under torch's profiler, on every rank, with ranges named after our phases.
 
-The loop says where it is through `Position.at`; here that also opens a range of the profiler, and
-of NVTX on a GPU, and the first word of each step advances the profiler's schedule.
+The loop says where it is through `Position.at`; here that also opens a range (`named_range`), and
+the first word of each step advances the profiler's schedule. Memory is profiled in steps of its
+own, after those that are timed: what it takes to record allocations is in no figure of time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerActivity, profile, schedule
 
+from hybrid.training.memory_marks import KEY, MemoryMarks
 from hybrid.training.parallel import World
 from hybrid.training.position import Position
+from hybrid.training.ranges import named_range
 
 FOLDER = "traces"
 
@@ -28,20 +31,30 @@ class Profiling:
     Attributes:
         warmup: steps before, the last of them with the profiler running but not recording.
         active: steps recorded.
+        memory: record allocations as well, in as many steps after those.
+        ranges_only: open the ranges and record nothing: another profiler does. On a GPU the CUDA
+            profiler's range (`cudaProfilerStart`) is that of the active steps.
     """
 
     warmup: int = 3
     active: int = 3
+    memory: bool = False
+    ranges_only: bool = False
 
     @property
     def steps(self) -> int:
-        """Of the run: one more, whose beginning ends the recording."""
-        return self.warmup + self.active + 1
+        """Of the run: one more after each recording, whose beginning ends it."""
+        return self.warmup + self.active + 1 + (1 + self.active if self.memory else 0)
 
 
 def trace_path(folder: Path, rank: int) -> Path:
     """Where a rank's trace is below a run's folder."""
     return folder / FOLDER / f"rank-{rank}.json.gz"
+
+
+def memory_path(folder: Path, rank: int) -> Path:
+    """Where the trace of a rank's allocations is."""
+    return folder / FOLDER / f"memory-{rank}.json.gz"
 
 
 @contextmanager
@@ -62,44 +75,87 @@ class _Profiled(Position):
 
     def __init__(self, plan: Profiling, folder: Path, world: World) -> None:
         super().__init__()
-        self._nvtx = world.device.type == "cuda"
-        self._range: Any = None
-        self._started = False
-        path = trace_path(folder, world.rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        cuda = [ProfilerActivity.CUDA] if self._nvtx else []
-        self._profiler = profile(
-            activities=[ProfilerActivity.CPU, *cuda],
-            schedule=schedule(wait=plan.warmup - 1, warmup=1, active=plan.active, repeat=1),
-            on_trace_ready=lambda p: p.export_chrome_trace(str(path)),
-        )
+        self._plan, self._device = plan, world.device
+        self._range = ExitStack()
+        self._steps = 0
+        self._profiler: Any = None
+        self._memory: MemoryMarks | None = None
+        self._watched: tuple[Any, Any] | None = None
+        self._trace, self._memory_trace = (f(folder, world.rank) for f in (trace_path, memory_path))
+        self._trace.parent.mkdir(parents=True, exist_ok=True)
+
+    def watch(self, model: Any, optimizer: Any) -> None:
+        """Also remember whose parameters, gradients and state the memory's profile tells apart."""
+        self._watched = (model, optimizer)
+
+    def within(self, name: str) -> AbstractContextManager[None]:
+        """A range within that of the phase."""
+        return named_range(name, self._device)
 
     def at(self, phase: str, step: int | None = None) -> None:
         """Also end the range of the phase before, and open this one's."""
         super().at(phase, step)
-        self._leave()
+        self._range.close()
+        if self._memory is not None:
+            self._memory.all()
         if step is not None:
-            if self._started:
-                self._profiler.step()
-            else:
-                self._profiler.start()
-                self._started = True
-        name = phase.partition(" of micro-batch")[0]
-        if self._nvtx:
-            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-        self._range = record_function(name)
-        self._range.__enter__()
+            self._steps += 1
+            self._advance()
+        self._range.enter_context(named_range(phase.partition(" of micro-batch")[0], self._device))
 
-    def _leave(self) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-            if self._nvtx:
-                torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+    def _advance(self) -> None:
+        """Begin the step that is the `_steps`-th, counted from 1."""
+        plan = self._plan
+        if plan.ranges_only:
+            if self._device.type == "cuda" and self._steps == plan.warmup + 1:
+                torch.cuda.profiler.start()
+            elif self._device.type == "cuda" and self._steps == plan.warmup + plan.active + 1:
+                torch.cuda.profiler.stop()
+            return
+        if self._steps == plan.steps:
+            self._note()
+        if self._profiler is not None:
+            self._profiler.step()
+        if self._steps == 1:
+            self._start(self._trace, wait=plan.warmup - 1, memory=False)
+        elif self._steps == plan.warmup + plan.active + 1:
+            self._stop()
+            if plan.memory:
+                self._start(self._memory_trace, wait=0, memory=True)
+        elif self._steps == plan.steps:
+            self._stop()
+        if self._memory is not None and self._profiler.step_num == 1:
+            self._memory.all()  # what is there when the recording begins
+
+    def _start(self, path: Path, *, wait: int, memory: bool) -> None:
+        cuda = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+        self._profiler = profile(
+            activities=[ProfilerActivity.CPU, *cuda],
+            schedule=schedule(wait=wait, warmup=1, active=self._plan.active, repeat=1),
+            on_trace_ready=lambda p: p.export_chrome_trace(str(path)),
+            profile_memory=memory,
+        )
+        self._profiler.start()
+        if memory:
+            if self._watched is None:
+                raise ValueError("memory is profiled, and nothing was given to watch")
+            self._memory = MemoryMarks(*self._watched, self._device)
+
+    def _note(self) -> None:
+        """Before the recording ends; after that nothing can be added."""
+        if self._memory is not None and 1 <= self._profiler.step_num <= self._plan.active:
+            self._profiler.add_metadata_json(KEY, self._memory.notes())
+
+    def _stop(self) -> None:
+        if self._memory is not None:
+            self._note()
+            self._memory.remove()
+            self._memory = None
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
 
     def close(self) -> None:
         """End the range, and the profiler where the run ended before it did."""
-        self._leave()
-        if self._started:
-            self._profiler.stop()
-            self._started = False
+        self._range.close()
+        self._stop()

@@ -92,11 +92,13 @@ def train_step(
     for n, (index, batch) in enumerate(batches):
         position.at(f"forward and backward of micro-batch {index}")
         torch.manual_seed(micro_batch_seed(seed, step, index))
-        with gradient_sync(model, on=n == len(batches) - 1), reducing():
-            with own_time.forward(on=n == 0):
+        last = n == len(batches) - 1
+        with gradient_sync(model, on=last), reducing():
+            with own_time.forward(on=n == 0), position.within("forward"):
                 loss_sum = _loss_sum(model, batch, world.device)
             # DDP and FSDP average gradients over data groups; times their number that is the sum.
-            (loss_sum * (world.data_size / tokens)).backward()  # type: ignore[no-untyped-call]
+            with position.within("backward and reduce" if last else "backward"):
+                (loss_sum * (world.data_size / tokens)).backward()  # type: ignore[no-untyped-call]
         loss += loss_sum.detach()
         done.append(
             MicroBatch(index=index, batch=batch, loss=loss_sum.detach(), tokens=_real_tokens(batch))
@@ -109,7 +111,8 @@ def train_step(
     position.at("update")
     applied = accept(total / tokens, norm)
     if applied:
-        optimizer.step()
+        with position.within("optimizer"):
+            optimizer.step()
     optimizer.zero_grad()
     return StepResult(
         loss=total / tokens,
