@@ -138,7 +138,8 @@ def _show(sweep: Sweep) -> None:
 
 
 PROFILE_EPILOG = """Example: hybrid profile --workers 2 --html profile.html. Or: hybrid profile
---try --json profile.json; hybrid profile --memory; hybrid profile --read .hybrid/profiles/20261202T171500."""
+--try --json profile.json; hybrid profile --memory; hybrid profile --read
+.hybrid/profiles/20261202T171500."""
 
 
 def profile(

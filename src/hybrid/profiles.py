@@ -131,10 +131,11 @@ def _record(
         with Follower(job.folder, say):
             run_workers(job, lambda text: say({"message": text}))
         found = sorted((job.folder / TRACES).glob("*.json.gz"))
-        if len(found) != count * (1 + plan.memory):
+        expected = count * (1 + plan.memory)
+        if len(found) != expected:
             raise TrainingError(
-                f"{len(found)} of {count * (1 + plan.memory)} traces of {count} ranks are in {job.folder}: does every node see"
-                " run.dir?"
+                f"{len(found)} of the {expected} traces of {count} ranks are in {job.folder}: does"
+                " every node see run.dir?"
             )
         folder.mkdir(parents=True)
         for path in found:

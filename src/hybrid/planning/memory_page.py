@@ -1,4 +1,4 @@
-"""The part of a profile's page that shows memory: each rank's timeline by category, and its peak."""
+"""Memory on a profile's page: each rank's timeline by category, and who holds the peak."""
 
 from __future__ import annotations
 

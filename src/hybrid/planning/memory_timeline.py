@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,9 +110,7 @@ def read_memory(path: Path) -> Memory:
         peak_at=(at - begin) / 1e6,
         peak_step=next((n for s, e, n in steps if s <= at < e), steps[-1][2]),
         peak_phase=phase_at(phases_of(trace), at),
-        step_peaks={
-            n: max((sum(h) for t, h in samples if s <= t < e), default=0) for s, e, n in steps
-        },
+        step_peaks={n: _most(samples, s, e) for s, e, n in steps},
         holders=_holders(alive),
         unseen=sum(b.bytes for b in blocks if b.unseen and b.start >= begin),
     )
@@ -137,6 +136,13 @@ def _samples(
             done.pop()
         done.append((ts, tuple(held)))
     return done
+
+
+def _most(samples: Sequence[tuple[float, tuple[int, ...]]], start: float, end: float) -> int:
+    """The most that is held between two moments, what was held before the first included."""
+    first = max(bisect.bisect_right(samples, start, key=lambda s: s[0]) - 1, 0)
+    last = bisect.bisect_left(samples, end, key=lambda s: s[0])
+    return max(sum(held) for _, held in samples[first : max(last, first + 1)])
 
 
 def _thinned(
