@@ -218,8 +218,8 @@ def _name(found: list[Block], trace: dict[str, Any], events: Sequence[dict[str, 
         return
     names, marks = notes["names"], notes["marks"]
     by_address: dict[int, list[Block]] = {}
-    for block in sorted(found, key=lambda b: b.start):
-        by_address.setdefault(block.address, []).append(block)
+    for known in sorted(found, key=lambda b: b.start):
+        by_address.setdefault(known.address, []).append(known)
     moments = sorted(
         (e["ts"], int(e["name"].removeprefix(MARK)))
         for e in _spans(trace["traceEvents"])
@@ -230,7 +230,7 @@ def _name(found: list[Block], trace: dict[str, Any], events: Sequence[dict[str, 
     for ts, number in moments:
         for category, name, address, size in marks[number]:
             here = by_address.setdefault(address, [])
-            block = next((b for b in reversed(here) if b.start <= ts < b.end), None)
+            block: Block | None = next((b for b in reversed(here) if b.start <= ts < b.end), None)
             if block is None:
                 # Of numpy's memory, say, which is not the allocator's; or it was there before.
                 if category == "input":

@@ -84,10 +84,10 @@ class MemoryMarks:
             yield "parameters", clean, parameter
             if parameter.grad is not None:
                 yield "gradients", clean, parameter.grad
-        for parameter, state in self._optimizer.state.items():
+        for owner, state in self._optimizer.state.items():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    yield "optimiser", names.get(id(parameter), ""), value
+                    yield "optimiser", names.get(id(owner), ""), value
         for name, buffer in self._model.named_buffers():
             yield "other", _WRAPPERS.sub("", name), buffer
 
@@ -119,10 +119,12 @@ class MemoryMarks:
             if id(parameter) not in self._gathered and parameter.requires_grad:
                 self._gathered[id(parameter)] = parameter
                 hook = functools.partial(self._gradient, whole)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._hooks.append(
+                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                )
         self._mark(gathered)
         self._open.append(record_function(FORWARD + name))
-        self._open[-1].__enter__()
+        self._open[-1].__enter__()  # type: ignore[no-untyped-call]
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._open.pop().__exit__(None, None, None)

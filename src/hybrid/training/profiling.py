@@ -108,9 +108,9 @@ class _Profiled(Position):
         plan = self._plan
         if plan.ranges_only:
             if self._device.type == "cuda" and self._steps == plan.warmup + 1:
-                torch.cuda.profiler.start()
+                torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
             elif self._device.type == "cuda" and self._steps == plan.warmup + plan.active + 1:
-                torch.cuda.profiler.stop()
+                torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
             return
         if self._steps == plan.steps:
             self._note()
