@@ -134,8 +134,11 @@ def test_up_serves_models_in_openai_schemas(story: Story) -> None:
             model="debug-base:cargo", prompt="the Corvina, 50 tons | cargo:", temperature=0
         )
         assert text.choices[0].finish_reason in ("stop", "length")
-        stream = client.completions.create(model="debug-base", prompt="The", stream=True)
-        assert sum(len(c.choices) for c in stream) > 1
+        asked = {"model": "debug-base", "prompt": "The", "temperature": 0, "max_tokens": 48}
+        whole = client.completions.create(**asked).choices[0].text
+        parts = [c.choices[0].text for c in client.completions.create(**asked, stream=True)]
+        assert len(parts) > 1
+        assert "".join(parts) == whole != ""
         assert len(client.embeddings.create(model="debug-base", input="x").data[0].embedding) == 64
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="debug-base:nobody", prompt="x")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -92,9 +90,3 @@ def held(model: Any, optimizer: Any) -> int:
 
 def measured_all(made: list[ProjectConfig]) -> list[float]:
     return [measured(one) for one in made]
-
-
-def measured_apart(made: list[ProjectConfig]) -> list[float]:
-    """The same where each rank is on a node of its own."""
-    os.environ["NODE_RANK"] = str(dist.get_rank())
-    return measured_all(made)

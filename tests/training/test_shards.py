@@ -98,7 +98,7 @@ def test_isolated_documents_are_those_that_were_written(
     shards: Documents, length: int, rows: int
 ) -> None:
     data = stream(tuple(map(tuple, shards)))
-    config = settings(length, micro_batch=rows, packing="isolate")
+    config = settings(length, micro_batch=rows, packing="isolate", eval_sequences=10**6)
     owner, place = [], []
     for number, n in enumerate(d for shard in shards for d in shard):
         owner += [number] * n
@@ -113,6 +113,23 @@ def test_isolated_documents_are_those_that_were_written(
                 assert position == min(place[at], t)
                 follows = at + 1 < data.tokens and owner[at + 1] == owner[at]
                 assert batch["labels"][row, t] == (at + 1 if follows else IGNORE)
+
+
+@given(shards=SHARDS, length=st.integers(8, 33), most=st.integers(1, 9))
+def test_what_is_evaluated_does_not_depend_on_the_micro_batch(
+    shards: Documents, length: int, most: int
+) -> None:
+    data = stream(tuple(map(tuple, shards)))
+    rows = min(data.sequences(length), most)
+
+    def labels(micro_batch: int) -> list[int]:
+        config = settings(length, micro_batch=micro_batch, eval_sequences=most)
+        batches = [data.eval_batch(n, config) for n in range(-(-rows // micro_batch))]
+        assert all(batch["labels"].shape == (micro_batch, length) for batch in batches)
+        return [int(n) for batch in batches for n in batch["labels"].flat if n != IGNORE]
+
+    assert labels(1) == labels(3) == labels(4)
+    assert len(labels(1)) == min(data.tokens - 1, rows * length)
 
 
 def damage(path: Path, how: str) -> None:
