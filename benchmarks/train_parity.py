@@ -24,6 +24,7 @@ the median of the rounds' ratios.
 
 from __future__ import annotations
 
+import abc
 import argparse
 import contextlib
 import itertools
@@ -41,6 +42,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from train_parity_peers import PEAK, TORCHRUN, TRAINER
+
 ROOT = Path(__file__).parents[1]
 MODEL = {
     "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
@@ -50,74 +53,6 @@ MODEL = {
 SEQUENCE, MICRO_BATCH, MICRO_BATCHES, WORKERS = 128, 8, 4, 2
 TOKENS = SEQUENCE * MICRO_BATCH * MICRO_BATCHES
 
-TORCHRUN = """
-import json, sys, time, torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
-shape, sequence, batch, micro_batches, steps, out, compiled = json.loads(sys.argv[1])
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(**shape))
-for layer in model.model.layers:
-    fully_shard(layer)
-fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-mine = micro_batches // dist.get_world_size()
-times = open(out, "w")
-for step in range(steps):
-    for micro in range(mine):
-        ids = torch.randint(0, shape["vocab_size"], (batch, sequence))
-        model.set_requires_gradient_sync(micro + 1 == mine)
-        (model(input_ids=ids, labels=ids).loss / mine).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    if dist.get_rank() == 0:
-        print(time.time(), file=times, flush=True)
-dist.destroy_process_group()
-"""
-
-TRAINER = """
-import json, sys, time, torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-shape, sequence, batch, micro_batches, steps, out, compiled = json.loads(sys.argv[1])
-torch.set_num_threads(1)
-torch.manual_seed(0)
-times = open(out, "w")
-class Clock(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if args.process_index == 0:
-            print(time.time(), file=times, flush=True)
-rows = torch.randint(0, shape["vocab_size"], (steps * batch * micro_batches, sequence))
-arguments = TrainingArguments(
-    output_dir=out + ".d", max_steps=steps, per_device_train_batch_size=batch,
-    gradient_accumulation_steps=micro_batches // 2, use_cpu=True, ddp_backend="gloo",
-    optim="adamw_torch_fused", max_grad_norm=1.0, logging_strategy="no", save_strategy="no",
-    report_to="none", disable_tqdm=True, ddp_find_unused_parameters=False,
-    torch_compile=compiled,
-)
-trainer = Trainer(
-    model=LlamaForCausalLM(LlamaConfig(**shape)), args=arguments, callbacks=[Clock()],
-    train_dataset=[{"input_ids": r, "labels": r} for r in rows],
-)
-trainer.train()
-"""
-
-PEAK = """
-import sys, time, torch
-torch.set_num_threads(1)
-a = torch.randn(1024, 1024)
-out = torch.empty_like(a)
-torch.mm(a, a, out=out)
-sys.stdin.readline()
-began, count = time.perf_counter(), 0
-while time.perf_counter() - began < 3:
-    torch.mm(a, a, out=out)
-    count += 1
-print(2 * 1024**3 * count / (time.perf_counter() - began))
-"""
-
 
 def say(line: str) -> None:
     """To stderr: stdout is the JSON's."""
@@ -126,7 +61,7 @@ def say(line: str) -> None:
 
 
 @dataclass
-class Contender:
+class Contender(abc.ABC):
     """A training under way, whose processes are let run only in its turns."""
 
     name: str
@@ -134,30 +69,34 @@ class Contender:
     steps: int
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
     rates: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
 
     def environment(self) -> dict[str, str]:
         """With a mark by which its processes are found."""
         return {**environment(), "HYBRID_BENCH": self.mark}
 
+    @abc.abstractmethod
     def command(self) -> list[str]:
         """What starts it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def times(self) -> list[float]:
         """When steps ended (seconds since the epoch)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def is_rank(self, command: str) -> bool:
         """Whether a process of that command line is one that computes."""
-        raise NotImplementedError
 
     def start(self) -> None:
-        """Until it is past its second step; then stopped."""
+        """Its launcher."""
         self.process = subprocess.Popen(
             self.command(), env=self.environment(), cwd=self.folder,
             stdout=subprocess.DEVNULL, stderr=(self.folder / "stderr").open("w"),
         )  # fmt: skip
-        deadline = time.monotonic() + 300
+
+    def settle(self) -> None:
+        """Wait until it is past its second step; then stop it."""
+        deadline = time.monotonic() + 600
         while len(self.times()) < 2:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 said = (self.folder / "stderr").read_text()[-3000:]
@@ -358,10 +297,12 @@ def claims(quick: bool) -> dict[str, dict[str, float]]:
         for name, kind in kinds.items():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hy-")))
             contender = kind(name, folder, steps=100 * rounds)
-            stack.callback(contender.end)
-            say(f"starting {name}")
             contender.start()
+            stack.callback(contender.end)
             contenders.append(contender)
+        for contender in contenders:
+            contender.settle()
+            say(f"{contender.name} trains")
         for number in range(rounds):
             peaks.append(peak())
             first = number % len(contenders)
@@ -397,7 +338,9 @@ def claim(ours: Sequence[float], peer: Sequence[float]) -> dict[str, float]:
 def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one short round, without the Trainer")
+    parser.add_argument(
+        "--quick", action="store_true", help="two short rounds, without the Trainer"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the claims; - is stdout")
     arguments = parser.parse_args()
     found: dict[str, Any] = claims(arguments.quick)
