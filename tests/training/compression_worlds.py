@@ -15,7 +15,6 @@ from hybrid.training.compression import Compression
 from hybrid.training.data import Batch
 from hybrid.training.onebit import OneBit
 from hybrid.training.powersgd import PowerSGD
-from hybrid.training.step import train_step
 
 
 def batch(step: int, index: int) -> Batch:
@@ -38,17 +37,7 @@ class CompressedRun(Run):
         losses = []
         for step in range(first, last):
             with self.compression.step(step):
-                result = train_step(
-                    self.model,
-                    self.optimizer,
-                    lambda index, step=step: batch(step, index),  # type: ignore[misc]
-                    step=step,
-                    seed=0,
-                    micro_batches=2,
-                    clip=self.settings.clip,
-                    world=self.world,
-                )
-            losses.append(result.loss)
+                losses.append(self.step(step, batch, micro_batches=2).loss)
         return losses
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hybrid.training.checkpoint import Checkpoints
 from hybrid.training.data import IGNORE, Batch
 from hybrid.training.optimizer import make_optimizer
 from hybrid.training.parallel import Precision, World, spread
-from hybrid.training.step import evaluate, train_step
+from hybrid.training.step import StepResult, evaluate, train_step
 
 VOCABULARY = 67
 """No multiple of the ranks: the shards of the vocabulary are unequal."""
@@ -59,20 +60,26 @@ class Run:
         self.model = spread(model(), settings, precision, self.world).train()
         self.optimizer = make_optimizer(self.model, settings)
 
+    def step(
+        self, number: int, batch_at: Callable[[int, int], Batch], micro_batches: int
+    ) -> StepResult:
+        """One, of the micro-batches that `batch_at` gives for its number and an index."""
+        return train_step(
+            self.model,
+            self.optimizer,
+            lambda index: batch_at(number, index),
+            step=number,
+            seed=0,
+            micro_batches=micro_batches,
+            clip=self.settings.clip,
+            world=self.world,
+        )
+
     def steps(self, first: int, last: int, micro_batches: int = MICRO_BATCHES) -> list[float]:
         """Loss and gradient norm of each step, and the held-out loss at the end."""
         numbers = []
         for step in range(first, last):
-            result = train_step(
-                self.model,
-                self.optimizer,
-                lambda index, step=step: batch(step, index),  # type: ignore[misc]
-                step=step,
-                seed=0,
-                micro_batches=micro_batches,
-                clip=self.settings.clip,
-                world=self.world,
-            )
+            result = self.step(step, batch, micro_batches)
             numbers += [result.loss, result.grad_norm]
         held = evaluate(self.model, lambda index: batch(999, index), MICRO_BATCHES, self.world)
         return [*numbers, held]

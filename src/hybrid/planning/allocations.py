@@ -238,9 +238,10 @@ def _name(found: list[Block], trace: dict[str, Any], events: Sequence[dict[str, 
                 before = max((b.end for b in here if b.end <= ts), default=-math.inf)
                 again = bisect.bisect_right(addresses, (address, ts))
                 block = Block(address=address, bytes=size, start=before if here else -math.inf)
-                if again < len(addresses) and addresses[again][0] < address + size:
-                    later = [t for a, t in addresses[again:] if a < address + size and t > ts]
-                    block.end = min(later, default=math.inf)
+                while again < len(addresses) and addresses[again][0] < address + size:
+                    if addresses[again][1] > ts:
+                        block.end = min(block.end, addresses[again][1])
+                    again += 1
                 here.append(block)
                 found.append(block)
             if id(block) not in marked:

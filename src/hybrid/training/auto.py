@@ -18,7 +18,7 @@ from hybrid.errors import TrainingError
 from hybrid.training.hang_report import last_hang
 from hybrid.training.loop import Job
 from hybrid.training.progress import Follower, Progress, read_progress
-from hybrid.training.slots import NOBODY, PLACE_S, Avoid, has_gpus, pool_nodes, wait_for_slots
+from hybrid.training.slots import NOBODY, PLACE_S, Avoid, has_gpus, pool_nodes, wait_for_workers
 from hybrid.training.trial_loop import FOLDER, OUT_OF_MEMORY, Book, run_trials
 from hybrid.training.trials import Choice, Row, choose, lines, picked
 from hybrid.training.workers import WAIT_S, causes, fit, own_error
@@ -104,14 +104,7 @@ def _to_the_end(job: Job, book: Book, avoid: Avoid, start: Fit, say: Say) -> int
     settings = job.config.training
     failures, workers, patience = 0, 0, PLACE_S
     while not book.over:
-        count = wait_for_slots(
-            settings.fewest_workers,
-            settings.most_workers,
-            settings.cpus_per_worker,
-            patience,
-            avoid,
-            settings.worker_unit,
-        )
+        count = wait_for_workers(settings, patience, avoid)
         if count != workers:
             workers = count
             book.begin()

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from hybrid.config import ParallelConfig
 from hybrid.errors import ConfigError
+from hybrid.training.rules import CPU_COMPILERS
 
 _aten = torch.ops.aten
 SAVED = {
@@ -49,7 +50,7 @@ def wrap_blocks(model: Any, parallel: ParallelConfig, device: torch.device) -> N
     blocks = list(model.get_decoder().layers)
     run = _recomputed(mode) if mode != "none" else _plain
     if parallel.compile:
-        if device.type == "cpu" and not any(shutil.which(c) for c in ("c++", "g++", "clang++")):
+        if device.type == "cpu" and not any(map(shutil.which, CPU_COMPILERS)):
             raise ConfigError(
                 "training.parallel.compile needs a C++ compiler (g++ or clang++) on every node:"
                 " install one, or switch it off",

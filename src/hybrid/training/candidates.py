@@ -59,10 +59,6 @@ class Candidate:
         """How it spreads the model."""
         return self.strategy, self.tensor, self.shard, self.offload
 
-    def as_record(self) -> dict[str, Any]:
-        """As JSON, see `Candidate(**record)`."""
-        return asdict(self)
-
     def as_settings(self) -> dict[str, Any]:
         """Keys of `training` that choose this combination, but what is so by default."""
         fields = asdict(self)

@@ -36,7 +36,7 @@ from hybrid.training.preflight import (
 from hybrid.training.preflight_strategy import check_layout, fewest_on_a_node, space_of
 from hybrid.training.probe import Asked, Probe, clear, probe, try_shards, versions, wait_for
 from hybrid.training.shards import ShardSet
-from hybrid.training.slots import NOBODY, Avoid, has_gpus, pool_nodes, wait_for_slots
+from hybrid.training.slots import NOBODY, Avoid, has_gpus, pool_nodes, wait_for_workers
 from hybrid.training.storage import Storage
 
 ANSWER_S = 30.0
@@ -121,14 +121,7 @@ def preflight(
 def _check_slots(config: ProjectConfig, wait_s: float, avoid: Avoid) -> Check:
     settings = config.training
     try:
-        fit = wait_for_slots(
-            settings.fewest_workers,
-            settings.most_workers,
-            settings.cpus_per_worker,
-            wait_s,
-            avoid,
-            settings.worker_unit,
-        )
+        fit = wait_for_workers(settings, wait_s, avoid)
     except PlacementError as e:
         return Check(name="slots", status="fail", said=e.message)
     return Check(name="slots", status="ok", said=f"{fit} workers fit now")

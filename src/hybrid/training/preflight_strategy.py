@@ -13,10 +13,7 @@ from hybrid.errors import ConfigError
 from hybrid.training.candidates import Place, Space
 from hybrid.training.preflight import Check
 from hybrid.training.probe import Probe
-from hybrid.training.rules import check_strategy
-
-CPU_COMPILERS, GPU_COMPILERS = ("c++", "g++", "clang++"), ("cc", "gcc", "clang")
-"""torch.compile writes C++ for a CPU; for a GPU Triton compiles a little C around each kernel."""
+from hybrid.training.rules import CPU_COMPILERS, GPU_COMPILERS, check_strategy
 
 
 def arranged(count: int, slots: Sequence[int]) -> list[str]:

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import hybrid
 from hybrid.errors import HybridError
+from hybrid.training.rules import CPU_COMPILERS, GPU_COMPILERS
 from hybrid.training.shards import ShardSet
 from hybrid.training.storage import Storage
 
 PACKAGES = ("torch", "ray", "transformers", "tokenizers", "safetensors", "numpy", "deepspeed")
-COMPILERS = ("c++", "g++", "clang++", "cc", "gcc", "clang")
 SEEN_S = 5.0
 """A shared file system may show a new file to other machines this late."""
 
@@ -103,7 +103,7 @@ def probe(node: str, asked: Asked) -> Probe:
         storage=storage,
         free=free,
         shards=try_shards(asked.shards),
-        compilers=tuple(c for c in COMPILERS if shutil.which(c)),
+        compilers=tuple(c for c in (*CPU_COMPILERS, *GPU_COMPILERS) if shutil.which(c)),
     )
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from hybrid.training.memory_marks import KEY, MemoryMarks
@@ -32,14 +31,11 @@ class Profiling:
         warmup: steps before, the last of them with the profiler running but not recording.
         active: steps recorded.
         memory: record allocations as well, in as many steps after those.
-        ranges_only: open the ranges and record nothing: another profiler does. On a GPU the CUDA
-            profiler's range (`cudaProfilerStart`) is that of the active steps.
     """
 
     warmup: int = 3
     active: int = 3
     memory: bool = False
-    ranges_only: bool = False
 
     @property
     def steps(self) -> int:
@@ -106,12 +102,6 @@ class _Profiled(Position):
     def _advance(self) -> None:
         """Begin the step that is the `_steps`-th, counted from 1."""
         plan = self._plan
-        if plan.ranges_only:
-            if self._device.type == "cuda" and self._steps == plan.warmup + 1:
-                torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-            elif self._device.type == "cuda" and self._steps == plan.warmup + plan.active + 1:
-                torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
-            return
         if self._steps == plan.steps:
             self._note()
         if self._profiler is not None:

@@ -13,6 +13,9 @@ SHARDED = ("fsdp", "hsdp", "tp")
 TENSOR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """`model_type`s that `tensor.share_matrices` is right for."""
 
+CPU_COMPILERS, GPU_COMPILERS = ("c++", "g++", "clang++"), ("cc", "gcc", "clang")
+"""torch.compile writes C++ for a CPU; for a GPU Triton compiles a little C around each kernel."""
+
 
 def check_strategy(settings: TrainingConfig, model: Any, nodes: Sequence[str]) -> None:
     """Refuse a strategy, or details of it, that cannot run on these workers with this model.

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from hybrid._ray_compat import available_by_node, draining_nodes
+from hybrid.config import TrainingConfig
 from hybrid.errors import PlacementError
 from hybrid.pools import GPU
 
@@ -101,6 +102,20 @@ def wait_for_slots(
     finally:
         if demand is not None:
             ray.util.remove_placement_group(demand)
+
+
+def wait_for_workers(
+    settings: TrainingConfig, timeout_s: float = PLACE_S, avoid: Avoid = NOBODY
+) -> int:
+    """Wait until as many workers fit as a run needs; how many it can have. See `wait_for_slots`."""
+    return wait_for_slots(
+        settings.fewest_workers,
+        settings.most_workers,
+        settings.cpus_per_worker,
+        timeout_s,
+        avoid,
+        settings.worker_unit,
+    )
 
 
 def _demand(count: int, needs: dict[str, float], avoid: Avoid) -> Any:

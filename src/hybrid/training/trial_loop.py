@@ -33,6 +33,7 @@ from hybrid.training.world import World
 FOLDER = "trials"
 """Below the folder of the run: the book of the trials, and a folder for the one under way."""
 NEVER = 10**9
+OUT_OF_MEMORY = "ran out of the GPU's memory"
 
 
 class Book:
@@ -119,9 +120,8 @@ class _Trials:
         while (candidate := self._search.next(rows := self._book.rows())) is not None:
             why = self._search.hopeless(candidate, rows) or self._too_large(candidate)
             if why is None:
-                shutil.rmtree(
-                    self._trial_job(candidate).folder, ignore_errors=True
-                )  # one was killed
+                # What a trial that was killed has left.
+                shutil.rmtree(self._trial_job(candidate).folder, ignore_errors=True)
                 self._book.add(Row(candidate=candidate, outcome="begun"))
                 return candidate
             self._book.add(Row(candidate=candidate, outcome="left out", why=why, memory=True))
@@ -209,6 +209,3 @@ class _Trials:
             per_node=self._place.per_node,
             gpu=self._place.gpu,
         ).total
-
-
-OUT_OF_MEMORY = "ran out of the GPU's memory"

@@ -33,7 +33,7 @@ from hybrid.training.slots import (
     free_slots,
     has_gpus,
     pool_nodes,
-    wait_for_slots,
+    wait_for_workers,
     worker_resources,
 )
 
@@ -62,14 +62,7 @@ def run_workers(job: Job, say: OnMessage = log.info, avoid: Avoid = NOBODY) -> d
     settings = job.config.training
     failures, patience = 0, PLACE_S
     while True:
-        count = wait_for_slots(
-            settings.fewest_workers,
-            settings.most_workers,
-            settings.cpus_per_worker,
-            patience,
-            avoid,
-            settings.worker_unit,
-        )
+        count = wait_for_workers(settings, patience, avoid)
         patience = WAIT_S
         (job.folder / _RESULT).unlink(missing_ok=True)
         nodes = {n["NodeID"] for n in pool_nodes()}

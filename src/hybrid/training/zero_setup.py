@@ -90,7 +90,7 @@ def engine_config(
 
 
 def installed() -> bool:
-    """Whether DeepSpeed can be imported here; it is not."""
+    """Whether DeepSpeed can be imported here, without importing it."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
