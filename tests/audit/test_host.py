@@ -130,6 +130,33 @@ def test_cores_are_those_one_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["cpu.sha256_gib_s"]
 
 
+def test_a_moment_of_other_work_is_no_missing_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rounds get half of what is there; a later, longer one gets all."""
+    spans: list[float] = []
+
+    def spin(count: int, seconds: float) -> tuple[float, float]:
+        if count == 1:
+            return 1.0, 1e9
+        spans.append(seconds)
+        return (2.0 if len(spans) == 5 else 1.0), 1e9
+
+    monkeypatch.setattr(cpu, "_spin", spin)
+    monkeypatch.setattr(host, "online_cores", lambda: 2)
+    monkeypatch.setattr(host, "affinity", lambda: 2)
+    monkeypatch.setattr(host, "cpu_quota", lambda: None)
+    monkeypatch.setattr(host, "cpu_times", lambda: None)
+    found = {r.name: r.value for r in cpu.cores(2, 0.01)}
+    assert found["cpu.cores_measured"] == 2
+    assert spans == [0.01, 0.01, 0.01, 0.02, 0.04]
+    spans[:] = [0.0] * 5  # never again
+    assert {r.name: r.value for r in cpu.cores(2, 0.01, patience_s=0.1)}["cpu.cores_measured"] == 1
+    assert len(spans) > 8, "it looked again before it said so"
+    spans.clear()
+    monkeypatch.setattr(host, "affinity", lambda: 1)
+    cpu.cores(2, 0.01)
+    assert len(spans) == 3, "one may use one core: looking longer finds no more"
+
+
 def test_the_host_probes_measure(tmp_path: Path) -> None:
     stream = cpu.bandwidth(0.02)[0]
     assert isinstance(stream.value, float) and stream.value > 0
