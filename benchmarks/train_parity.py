@@ -9,14 +9,14 @@ The same Llama (10 M parameters, float32), 4,096 tokens a step, two processes of
 - Trainer: transformers', under torchrun, which on processors is DDP; so is ours beside it
 - `ours, compiled` and `Trainer, compiled`: the same two with torch.compile
 
-All are started, then stopped (SIGSTOP) but for the one whose turn it is, ten seconds each, round
-after round: a shared machine drifts by more than what is to be told apart. A round's figure is the
-median of the steps that lie whole within the turn; the median of the rounds' counts, and a ratio is
-the median of the rounds' ratios.
+Those that are compared are all started, then stopped (SIGSTOP) but for the one whose turn it is,
+two whole steps each, round after round: a shared machine drifts by more than what is to be told
+apart. The median of the rounds counts, and a ratio is the median of the rounds' ratios; the
+quartiles of those say how much it can tell.
 
 - `vs_torchrun`: tokens/s with FSDP2
-- `vs_trainer`: tokens/s of ours, compiled, over the better of the Trainer's two in each round;
-  `eager_vs_trainer`: neither compiled
+- `vs_trainer`: tokens/s of ours, compiled, over those of the Trainer, compiled or not, whichever is
+  the faster over all; `eager_vs_trainer`: neither compiled
 - `peak_fraction`: FLOP/s that training needs, recomputation not counted, over what both processes
   reach at once in three seconds of matrix products before the round; of ours, compiled.
   `peak_fraction_fsdp`: with FSDP2, whose gathered parameters go through sockets on the same cores
@@ -27,7 +27,6 @@ from __future__ import annotations
 import abc
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import secrets
@@ -44,6 +43,7 @@ from typing import Any
 
 from train_parity_peers import PEAK, TORCHRUN, TRAINER
 
+Rates = dict[str, list[float]]
 ROOT = Path(__file__).parents[1]
 MODEL = {
     "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
@@ -51,6 +51,7 @@ MODEL = {
     "max_position_embeddings": 128, "tie_word_embeddings": True,
 }  # fmt: skip
 SEQUENCE, MICRO_BATCH, MICRO_BATCHES, WORKERS = 128, 8, 4, 2
+STEPS_A_TURN = 2
 TOKENS = SEQUENCE * MICRO_BATCH * MICRO_BATCHES
 
 
@@ -113,18 +114,19 @@ class Contender(abc.ABC):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def turn(self, seconds: float) -> None:
-        """Let it run so long, and keep what the steps within took."""
-        began = time.time()
+    def turn(self) -> None:
+        """Let it run for some whole steps, and keep their rate."""
+        before = len(self.times())
+        wanted = before + 1 + STEPS_A_TURN  # the first one was under way when it was stopped
+        deadline = time.monotonic() + 120
         self.send(signal.SIGCONT)
-        time.sleep(seconds)
-        ended = time.time()
+        while len(self.times()) < wanted:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"{self.name} has ended, or its steps take too long")
+            time.sleep(0.05)
         self.send(signal.SIGSTOP)
-        within = [t for t in self.times() if began < t < ended]
-        took = [b - a for a, b in itertools.pairwise(within)]
-        if not took:
-            raise SystemExit(f"{self.name}: no whole step in a turn; it has ended, or is too slow")
-        self.rates.append(TOKENS / statistics.median(took))
+        times = self.times()[before:wanted]
+        self.rates.append(TOKENS * STEPS_A_TURN / (times[-1] - times[0]))
 
     def end(self) -> None:
         """Let the ranks run, and end what is left through the launcher."""
@@ -150,7 +152,7 @@ class Ours(Contender):
     def command(self) -> list[str]:
         """The job, and the project that it trains."""
         (self.folder / "corpus.txt").write_text(
-            "".join(f"{i * i} and {i * 7919}. " for i in range(60000))
+            "".join(f"{i * i} and {i * 7919}. " for i in range(6000))
         )
         shape = {
             "name": "base", "hidden_size": MODEL["hidden_size"],
@@ -258,21 +260,30 @@ def environment() -> dict[str, str]:
     return {**ours, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def peak() -> float:
-    """FLOP/s of all processes together, over the same three seconds."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PEAK],
-            env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for _ in range(WORKERS)
-    ]  # fmt: skip
-    time.sleep(4)  # until both are ready; one that is not yet begins with the other's last products
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    return sum(float(process.communicate()[0]) for process in processes)
+class Peak:
+    """What both processes reach at once in matrix products: FLOP/s."""
+
+    def __init__(self) -> None:
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", PEAK],
+                env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )
+            for _ in range(WORKERS)
+        ]  # fmt: skip
+
+    def measure(self) -> float:
+        """Of all processes together, over the same three seconds."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return sum(float(p.stdout.readline()) for p in self.processes if p.stdout is not None)
+
+    def end(self) -> None:
+        """They end with their input."""
+        for process in self.processes:
+            process.communicate()
 
 
 def flops_per_token() -> float:
@@ -284,41 +295,52 @@ def flops_per_token() -> float:
     return float(6 * parameters + attention)
 
 
-def claims(quick: bool) -> dict[str, dict[str, float]]:
-    """Start them, give each its turns, compare."""
-    kinds: dict[str, type[Contender]] = {"ours, fsdp": Ours, "torchrun": Torchrun}
-    if not quick:  # another start would be more than a minute
-        kinds |= {"ours, ddp": OursDdp, "Trainer": Trainer}
-        kinds |= {"ours, compiled": OursCompiled, "Trainer, compiled": TrainerCompiled}
-    rounds, seconds = (2, 6.0) if quick else (6, 10.0)
+def rounds(kinds: dict[str, type[Contender]], count: int) -> tuple[Rates, list[float]]:
+    """Start them, give each its turns.
+
+    Returns:
+        Tokens/s of each in each round, and the FLOP/s that were reached before each round.
+    """
     peaks = []
     with contextlib.ExitStack() as stack:
+        peak = Peak()
+        stack.callback(peak.end)
         contenders = []
         for name, kind in kinds.items():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hy-")))
-            contender = kind(name, folder, steps=100 * rounds)
+            contender = kind(name, folder, steps=(STEPS_A_TURN + 4) * (count + 1))
             contender.start()
             stack.callback(contender.end)
             contenders.append(contender)
         for contender in contenders:
             contender.settle()
             say(f"{contender.name} trains")
-        for number in range(rounds):
-            peaks.append(peak())
+        for number in range(count):
+            peaks.append(peak.measure())
             first = number % len(contenders)
             for contender in contenders[first:] + contenders[:first]:
-                contender.turn(seconds)
+                contender.turn()
             say("  " + ", ".join(f"{c.name} {c.rates[-1]:.0f}" for c in contenders) + " tok/s")
-    rates = {contender.name: contender.rates for contender in contenders}
+    return {contender.name: contender.rates for contender in contenders}, peaks
+
+
+def claims(quick: bool) -> dict[str, dict[str, float]]:
+    """Measure those of FSDP2, then those of DDP; compare."""
     flops = flops_per_token()
+    rates, peaks = rounds({"ours, fsdp": Ours, "torchrun": Torchrun}, 2 if quick else 15)
     found = {
         "vs_torchrun": claim(rates["ours, fsdp"], rates["torchrun"]),
         "peak_fraction_fsdp": claim([r * flops for r in rates["ours, fsdp"]], peaks),
     }
     if not quick:
-        best = [
-            max(pair) for pair in zip(rates["Trainer"], rates["Trainer, compiled"], strict=True)
-        ]
+        rates, peaks = rounds(
+            {
+                "ours, ddp": OursDdp, "Trainer": Trainer,
+                "ours, compiled": OursCompiled, "Trainer, compiled": TrainerCompiled,
+            },
+            12,
+        )  # fmt: skip
+        best = max(rates["Trainer"], rates["Trainer, compiled"], key=statistics.median)
         found["vs_trainer"] = claim(rates["ours, compiled"], best)
         found["eager_vs_trainer"] = claim(rates["ours, ddp"], rates["Trainer"])
         found["peak_fraction"] = claim([r * flops for r in rates["ours, compiled"]], peaks)
@@ -326,12 +348,15 @@ def claims(quick: bool) -> dict[str, dict[str, float]]:
 
 
 def claim(ours: Sequence[float], peer: Sequence[float]) -> dict[str, float]:
-    """Medians over the rounds, and the median of the rounds' ratios."""
+    """Medians over the rounds; the median and the quartiles of the rounds' ratios."""
     ratios = [a / b for a, b in zip(ours, peer, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     return {
         "ours": round(statistics.median(ours), 1),
         "peer": round(statistics.median(peer), 1),
-        "ratio": round(statistics.median(ratios), 3),
+        "ratio": round(middle, 3),
+        "ratio_q1": round(low, 3),
+        "ratio_q3": round(high, 3),
     }
 
 
@@ -345,7 +370,10 @@ def main() -> None:
     arguments = parser.parse_args()
     found: dict[str, Any] = claims(arguments.quick)
     for name, figures in found.items():
-        say(f"{name}: {figures['ours']:,} against {figures['peer']:,}: {figures['ratio']}")
+        say(
+            f"{name}: {figures['ours']:,} against {figures['peer']:,}: {figures['ratio']}"
+            f" (quartiles {figures['ratio_q1']}, {figures['ratio_q3']})"
+        )
     if arguments.json == "-":
         sys.stdout.write(json.dumps(found) + "\n")
     elif arguments.json:
