@@ -200,7 +200,7 @@ def test_everything_on_a_real_cluster(ray_cluster: Any, tmp_path: Path) -> None:
     assert {n: c.said for n, c in found.items() if c.status == "fail"} == {}
     assert found.keys() == {
         "nodes", "slots", "driver", "versions", f"storage {tmp_path / 'run'}", "shards",
-        "batches", "layout", "space", "memory", "strategy",
+        "batches", "layout", "space", "memory",
     }  # fmt: skip
     assert "not made yet" in found["shards"].said
     assert not list((tmp_path / "run").glob(".preflight*"))

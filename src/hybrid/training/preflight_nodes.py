@@ -29,7 +29,6 @@ from hybrid.training.preflight import (
     check_shards,
     check_space,
     check_storage,
-    check_strategy_package,
     check_versions,
     failure,
 )
@@ -110,7 +109,6 @@ def preflight(
         slots,
         check_driver(_driver_labels().get(MARKET)),
         check_versions(versions(), nodes),
-        check_strategy_package(settings, nodes),
         *(check_storage(url, mine[url], nodes, unseen.get(url, set())) for url in storages),
         check_shards(data is not None, unread, nodes),
         check_batches(settings, tokens, None if config.model.source else config.model.context),

@@ -44,6 +44,8 @@ def check_layout(
     try:
         if settings.parallel.compile:
             _check_compilers(probes, gpu)
+        if settings.strategy == "deepspeed":
+            _check_deepspeed(probes)
         if settings.strategy == "auto":
             return _check_trials(settings, model, slots, gpu)
         for count in sorted({settings.fewest_workers, settings.most_workers}):
@@ -112,3 +114,17 @@ def _check_compilers(probes: Sequence[Probe], gpu: bool) -> None:
             f"training.parallel.compile: {', '.join(without)} has none of {', '.join(wanted)}:"
             " install one, or switch it off"
         )
+
+
+def _check_deepspeed(probes: Sequence[Probe]) -> None:
+    without = [p.host for p in probes if not _has_deepspeed(p)]
+    if without:
+        raise ConfigError(
+            f"training.strategy: 'deepspeed' needs the package of that name, which"
+            f" {', '.join(without)} lacks: pip install 'hybrid[deepspeed]' on every node, or use"
+            " fsdp"
+        )
+
+
+def _has_deepspeed(probe: Probe) -> bool:
+    return probe.versions.get("deepspeed", "missing") != "missing"
