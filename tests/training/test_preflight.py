@@ -19,20 +19,11 @@ from hybrid.errors import ConfigError, PlacementError
 from hybrid.pools import AGENTS, HEAD, LABEL
 from hybrid.training import preflight as checks
 from hybrid.training.data import prepare_data
+from hybrid.training.main_memory import free_memory
 from hybrid.training.memory import Estimate, estimate
 from hybrid.training.model import architecture
 from hybrid.training.preflight import failure
-from hybrid.training.probe import (
-    Asked,
-    Gpu,
-    Probe,
-    clear,
-    code,
-    free_memory,
-    parse_gpus,
-    probe,
-    versions,
-)
+from hybrid.training.probe import Asked, Gpu, Probe, clear, code, parse_gpus, probe, versions
 
 GIB = 2**30
 

@@ -17,7 +17,9 @@ LLAMA = SimpleNamespace(
 )
 
 
-def node(host: str = "host-a", deepspeed: str = "missing", compilers: tuple[str, ...] = ()) -> Probe:
+def node(
+    host: str = "host-a", deepspeed: str = "missing", compilers: tuple[str, ...] = ()
+) -> Probe:
     told: dict[str, Any] = {
         "node": host, "host": host, "versions": {"deepspeed": deepspeed}, "gpus": (), "memory": 1,
         "storage": {}, "free": {}, "shards": None, "compilers": compilers,
@@ -83,9 +85,18 @@ def test_compilers_are_asked_for_where_they_are_needed() -> None:
 def test_the_nodes_that_lack_a_strategys_package_are_named() -> None:
     a, b = node("a", "0.19.8"), node("b")
     found = look([2, 2], a, b, strategy="deepspeed")
-    assert (found.status, "b lacks: pip install 'hybrid[deepspeed]'" in found.said) == ("fail", True)
+    assert (found.status, "b lacks: pip install 'hybrid[deepspeed]'" in found.said) == (
+        "fail",
+        True,
+    )
     assert look([2, 2], a, a, strategy="deepspeed").status == "ok"
-    assert look([2, 2], a, b, strategy="fsdp").status == "ok"
+    for others in ({"strategy": "fsdp"}, {"strategy": "auto"}):
+        assert look([2, 2], a, b, **others).status == "ok"
+    tried = {"strategy": "auto", "trials": {"vary": ["deepspeed"]}}
+    assert "training.trials.vary: 'deepspeed' needs" in look([2, 2], a, b, **tried).said
+    assert "deepspeed" in look([2, 2], a, a, **tried).said
+    assert "deepspeed" in look([2, 2], a, a, strategy="auto", gpu=True).said
+    assert "deepspeed" not in look([2, 2], a, b, strategy="auto", gpu=True).said
 
 
 def test_full_nodes_come_first() -> None:
