@@ -41,14 +41,12 @@ class TrialsConfig(Section):
     """Steps of a trial that are timed; their median counts."""
     most: int = Field(12, ge=1)
     """Trials, at most."""
-    vary: tuple[Literal["reshard", "activation_checkpointing", "compile", "micro_batch"], ...] = (
-        "reshard",
-        "activation_checkpointing",
-        "compile",
-        "micro_batch",
-    )
+    vary: tuple[
+        Literal["reshard", "activation_checkpointing", "compile", "micro_batch", "deepspeed"], ...
+    ] = ("reshard", "activation_checkpointing", "compile", "micro_batch")
     """What is tried besides strategies. `micro_batch` keeps the rows of a step: more at once in
-    fewer micro-batches, or the other way round. `compile` is tried on GPUs only."""
+    fewer micro-batches, or the other way round. `compile` is tried on GPUs only. `deepspeed`, the
+    strategy, is tried on GPUs where its package is installed; listed, on a CPU too."""
 
 
 class CompressionConfig(Section):
@@ -169,7 +167,7 @@ class TrainingConfig(Section):
     positions begin anew at each)."""
     strategy: Strategy = "fsdp"
     """How the model is spread over workers; `deepspeed` is ZeRO-3 by that package (an extra);
-    `auto` tries what makes sense, but `deepspeed`, and takes the fastest."""
+    `auto` tries what makes sense and takes the fastest."""
     trials: TrialsConfig = TrialsConfig()
     """auto: how it is tried."""
     parallel: ParallelConfig = ParallelConfig()

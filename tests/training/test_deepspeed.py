@@ -22,8 +22,6 @@ from hybrid.config import TrainingConfig
 from hybrid.errors import ConfigError
 from hybrid.training import zero_setup
 from hybrid.training.loop import train
-from hybrid.training.preflight import check_strategy_package
-from hybrid.training.probe import Probe
 from hybrid.training.progress import read_progress
 from hybrid.training.world import Precision, World
 
@@ -142,18 +140,3 @@ def test_a_missing_package_is_told_with_the_extra(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=r"hybrid\[deepspeed\]") as refused:
         zero_setup.partition(strategy_worlds.model(), ZERO, precision, alone)
     assert refused.value.param == "training.strategy"
-
-
-def test_preflight_names_the_nodes_that_lack_the_package() -> None:
-    nodes = [
-        Probe(
-            node=host, host=host, versions={"deepspeed": version}, gpus=(), memory=0, storage={},
-            free={}, shards=None,
-        )
-        for host, version in (("a", "0.19.8"), ("b", "missing"))
-    ]  # fmt: skip
-    found = check_strategy_package(ZERO, nodes)
-    assert (found.status, "b lacks" in found.said) == ("fail", True)
-    assert "hybrid[deepspeed]" in found.do
-    assert check_strategy_package(ZERO, nodes[:1]).status == "ok"
-    assert check_strategy_package(FSDP, nodes).status == "ok"

@@ -17,15 +17,19 @@ LLAMA = SimpleNamespace(
 )
 
 
-def look(
-    slots: list[int], compilers: tuple[str, ...] = (), gpu: bool = False, **training: Any
-) -> Check:
-    settings = TrainingConfig.model_validate(training)
+def node(
+    host: str = "host-a", deepspeed: str = "missing", compilers: tuple[str, ...] = ()
+) -> Probe:
     told: dict[str, Any] = {
-        "node": "n", "host": "host-a", "versions": {}, "gpus": (), "memory": 1, "storage": {},
-        "free": {}, "shards": None, "compilers": compilers,
+        "node": host, "host": host, "versions": {"deepspeed": deepspeed}, "gpus": (), "memory": 1,
+        "storage": {}, "free": {}, "shards": None, "compilers": compilers,
     }  # fmt: skip
-    return check_layout(settings, LLAMA, slots, [Probe(**told)], gpu)
+    return Probe(**told)
+
+
+def look(slots: list[int], *nodes: Probe, gpu: bool = False, **training: Any) -> Check:
+    settings = TrainingConfig.model_validate(training)
+    return check_layout(settings, LLAMA, slots, nodes or [node()], gpu)
 
 
 @pytest.mark.parametrize(
@@ -72,9 +76,27 @@ def test_what_can_run_is_not(training: dict[str, Any], slots: list[int], status:
 
 def test_compilers_are_asked_for_where_they_are_needed() -> None:
     compiled = {"parallel": {"compile": True}}
-    assert look([4], ("g++",), **compiled).status == "ok"
-    assert look([4], ("cc",), **compiled).status == "fail"
-    assert look([4], ("cc",), gpu=True, **compiled).status == "ok"
+    with_cc = node(compilers=("cc",))
+    assert look([4], node(compilers=("g++",)), **compiled).status == "ok"
+    assert look([4], with_cc, **compiled).status == "fail"
+    assert look([4], with_cc, gpu=True, **compiled).status == "ok"
+
+
+def test_the_nodes_that_lack_a_strategys_package_are_named() -> None:
+    a, b = node("a", "0.19.8"), node("b")
+    found = look([2, 2], a, b, strategy="deepspeed")
+    assert (found.status, "b lacks: pip install 'hybrid[deepspeed]'" in found.said) == (
+        "fail",
+        True,
+    )
+    assert look([2, 2], a, a, strategy="deepspeed").status == "ok"
+    for others in ({"strategy": "fsdp"}, {"strategy": "auto"}):
+        assert look([2, 2], a, b, **others).status == "ok"
+    tried = {"strategy": "auto", "trials": {"vary": ["deepspeed"]}}
+    assert "training.trials.vary: 'deepspeed' needs" in look([2, 2], a, b, **tried).said
+    assert "deepspeed" in look([2, 2], a, a, **tried).said
+    assert "deepspeed" in look([2, 2], a, a, strategy="auto", gpu=True).said
+    assert "deepspeed" not in look([2, 2], a, b, strategy="auto", gpu=True).said
 
 
 def test_full_nodes_come_first() -> None:

@@ -32,9 +32,9 @@ def settings(**training: Any) -> TrainingConfig:
     )
 
 
-def place(*counts: int, gpu: bool = True, memory: int = 80 * GIB) -> Place:
+def place(*counts: int, gpu: bool = True, memory: int = 80 * GIB, deepspeed: bool = False) -> Place:
     nodes = [f"node {n}" for n, count in enumerate(counts) for _ in range(count)]
-    return Place(nodes=tuple(nodes), gpu=gpu, memory=memory)
+    return Place(nodes=tuple(nodes), gpu=gpu, memory=memory, deepspeed=deepspeed)
 
 
 def search(space: Space, trial: Trial, most: int = 100) -> list[Row]:
@@ -63,7 +63,7 @@ def spread_costs(c: Candidate) -> tuple[float, int]:
     )
     kept = {"none": 4, "selective": 2, "full": 1}[c.activation_checkpointing]
     states = 90 if c.strategy == "ddp" else 20 if c.reshard else 25
-    rate *= {"ddp": 1.2, "fsdp": 1.0, "hsdp": 0.8, "tp": 0.5}[c.strategy]
+    rate *= {"ddp": 1.2, "fsdp": 1.0, "hsdp": 0.8, "tp": 0.5, "deepspeed": 0.95}[c.strategy]
     rate *= (1.02 if not c.reshard else 1.0) * (1.3 if c.compile else 1.0)
     return rate, (states + kept * c.micro_batch) * GIB
 
@@ -115,9 +115,10 @@ def test_what_needs_more_than_one_that_failed_is_not_tried() -> None:
     capacity=st.floats(0, 1),
     counts=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     gpu=st.booleans(),
+    deepspeed=st.booleans(),
 )
 def test_on_any_machine_the_search_ends_and_the_maths_stay(
-    seed: int, most: int, capacity: float, counts: list[int], gpu: bool
+    seed: int, most: int, capacity: float, counts: list[int], gpu: bool, deepspeed: bool
 ) -> None:
     size = sum(counts)
     asked = settings(workers=size, micro_batch=6, micro_batches=24)
@@ -126,7 +127,7 @@ def test_on_any_machine_the_search_ends_and_the_maths_stay(
         digest = hashlib.sha256(f"{seed}{c!r}".encode()).digest()
         return 1.0 + digest[0], int(GIB * digest[1] / 256)
 
-    made = place(*counts, gpu=gpu, memory=int(capacity * GIB))
+    made = place(*counts, gpu=gpu, memory=int(capacity * GIB), deepspeed=deepspeed)
     rows = search(Space(asked, LLAMA, made), trial, most)
     assert sum(row.outcome != "left out" for row in rows) <= most
     for row in rows:
@@ -180,6 +181,36 @@ def test_what_makes_no_sense_is_left_out_with_the_reason() -> None:
     none = Space(settings(parallel={"tensor": 3}), LLAMA, place(4))
     with pytest.raises(ConfigError, match="nothing to try: single x 3: "):
         none.frugal()
+
+
+def test_deepspeed_is_tried_on_gpus_or_when_asked_for_where_it_is_installed() -> None:
+    asked = settings(trials={"vary": ["micro_batch", "deepspeed"]})
+    cases = [
+        (settings(), {"gpu": True, "deepspeed": True}, None),
+        (settings(), {"gpu": True, "deepspeed": False}, "pip install 'hybrid[deepspeed]'"),
+        (settings(), {"gpu": False, "deepspeed": True}, "list it in training.trials.vary"),
+        (asked, {"gpu": False, "deepspeed": True}, None),
+        (asked, {"gpu": False, "deepspeed": False}, "pip install 'hybrid[deepspeed]'"),
+        (settings(parallel={"compile": True}), {"deepspeed": True}, "parallel.compile: strategy"),
+        (settings(precision="float64"), {"deepspeed": True}, "training.precision: strategy"),
+    ]
+    for made, at, why in cases:
+        space = Space(made, LLAMA, place(4, **at))
+        tried = [c for c in space.ways if c.strategy == "deepspeed"]
+        assert len(tried) == (why is None), (made, at)
+        told = "".join(t for name, t in space.left_out.items() if name.startswith("deepspeed"))
+        assert (why or "") in told and bool(why) == bool(told)
+    alone = Space(settings(workers=1), LLAMA, place(1, deepspeed=True))
+    assert alone.left_out["deepspeed"] == "one worker: there is nothing to spread"
+
+    def ahead(c: Candidate) -> tuple[float, int]:
+        rate, held = spread_costs(c)
+        return rate * (2 if c.strategy == "deepspeed" else 1), held
+
+    rows = search(Space(settings(), LLAMA, place(4, deepspeed=True)), ahead)
+    theirs = [r.candidate for r in rows if r.candidate.strategy == "deepspeed"]
+    assert len(theirs) > 3, "it is the fastest: what is near it is tried as well"
+    assert not any(c.compile or not c.reshard for c in theirs)
 
 
 def test_of_equals_the_smaller_is_picked_and_a_dollar_is_counted() -> None:

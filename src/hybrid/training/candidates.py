@@ -28,11 +28,13 @@ class Place:
         nodes: the node of each rank, in order of rank.
         gpu: whether they compute on GPUs.
         memory: bytes that a rank may use: of its GPU, or its share of the machine's main memory.
+        deepspeed: whether the package is installed on all of them.
     """
 
     nodes: tuple[str, ...]
     gpu: bool
     memory: int
+    deepspeed: bool = False
 
     @property
     def per_node(self) -> int:
@@ -165,7 +167,8 @@ class Space:
         modes = self._checkpointing()
         if (at := modes.index(c.activation_checkpointing)) > 0:
             yield replace(c, activation_checkpointing=modes[at - 1])
-        if self.place.gpu and "compile" in self._varies and self._free("compile"):
+        compiles = self.place.gpu and c.strategy != "deepspeed"
+        if compiles and "compile" in self._varies and self._free("compile"):
             yield replace(c, compile=not c.compile)
         if (halved := self._halved(c)) is not None:
             yield halved
@@ -207,6 +210,7 @@ class Space:
         degrees = {parallel.tensor} if parallel.tensor > 1 else {2, per_node} - {1}
         for degree in sorted(degrees):
             yield replace(plain, strategy="tp", tensor=degree)
+        yield replace(plain, strategy="deepspeed")
 
     def _allowed(self, c: Candidate, model: Any) -> bool:
         why = self._refusal(c)
@@ -233,9 +237,20 @@ class Space:
                 return "all workers are on one node: the same as fsdp"
             if self.place.per_node == 1:
                 return "one worker a node: the same as ddp"
+        if c.strategy == "deepspeed":
+            return self._deepspeed_refusal()
         given = self.settings.parallel.tensor > 1
         if c.strategy == "tp" and not given and self.place.per_node % c.tensor:
             return f"{self.place.per_node} workers a node: activations would cross the network"
+        return None
+
+    def _deepspeed_refusal(self) -> str | None:
+        if not (self.place.gpu or "deepspeed" in self._varies):
+            return (
+                "is made for GPUs: list it in training.trials.vary to try it on CPUs all the same"
+            )
+        if not self.place.deepspeed:
+            return "its package is not on every node: pip install 'hybrid[deepspeed]'"
         return None
 
     @property

@@ -226,19 +226,6 @@ def check_versions(driver: Mapping[str, str], nodes: Sequence[Probe]) -> Check:
     return Check(name="versions", status="ok", said=f"the same on {_nodes(len(nodes))}: {shown}")
 
 
-def check_strategy_package(settings: TrainingConfig, nodes: Sequence[Probe]) -> Check:
-    """Whether every node has what the strategy needs beside torch."""
-    name, strategy = "strategy", settings.strategy
-    if strategy != "deepspeed":
-        return Check(name=name, status="ok", said=f"{strategy!r} needs torch only")
-    lacking = [n.host for n in nodes if n.versions.get("deepspeed", "missing") == "missing"]
-    if lacking:
-        said = f"'deepspeed' needs that package, which {', '.join(lacking)} lacks"
-        do = "pip install 'hybrid[deepspeed]' on every node, or use fsdp"
-        return Check(name=name, status="fail", said=said, do=do)
-    return Check(name=name, status="ok", said="deepspeed is installed on every node")
-
-
 def check_driver(market: str | None) -> Check:
     """The driver's node must outlive the run.
 

@@ -29,7 +29,6 @@ from hybrid.training.preflight import (
     check_shards,
     check_space,
     check_storage,
-    check_strategy_package,
     check_versions,
     failure,
 )
@@ -110,7 +109,6 @@ def preflight(
         slots,
         check_driver(_driver_labels().get(MARKET)),
         check_versions(versions(), nodes),
-        check_strategy_package(settings, nodes),
         *(check_storage(url, mine[url], nodes, unseen.get(url, set())) for url in storages),
         check_shards(data is not None, unread, nodes),
         check_batches(settings, tokens, None if config.model.source else config.model.context),
@@ -142,7 +140,7 @@ def _of_model(
         layout = check_layout(settings, shape(), slots, nodes, has_gpus())
         if layout.status == "fail":
             return [layout]
-        needs = _estimate(settings, shape, slots)
+        needs = _estimate(settings, shape, slots, nodes)
     except HybridError as e:
         return [check_model(e)]
     url = settings.checkpoint.storage or str(config.run.dir)
@@ -151,14 +149,20 @@ def _of_model(
     return [layout, space, check_memory(needs, nodes, ranks)]
 
 
-def _estimate(settings: TrainingConfig, shape: Callable[[], Any], slots: Sequence[int]) -> Estimate:
+def _estimate(
+    settings: TrainingConfig,
+    shape: Callable[[], Any],
+    slots: Sequence[int],
+    nodes: Sequence[Probe],
+) -> Estimate:
     """For as few workers as may be: a rank then holds most.
 
     Of `auto` the combination that needs least: the others are left out by its trials.
     """
     count, gpu = settings.fewest_workers, has_gpus()
     if settings.strategy == "auto":
-        settings = space_of(settings, shape(), slots, gpu).frugal().applied(settings)
+        space = space_of(settings, shape(), slots, nodes, gpu)
+        settings = space.frugal().applied(settings)
     return estimate(
         shape, settings, workers=count, per_node=fewest_on_a_node(count, slots), gpu=gpu
     )

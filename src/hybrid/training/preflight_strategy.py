@@ -44,8 +44,10 @@ def check_layout(
     try:
         if settings.parallel.compile:
             _check_compilers(probes, gpu)
+        if settings.strategy == "deepspeed":
+            _check_deepspeed("strategy", probes)
         if settings.strategy == "auto":
-            return _check_trials(settings, model, slots, gpu)
+            return _check_trials(settings, space_of(settings, model, slots, probes, gpu), probes)
         for count in sorted({settings.fewest_workers, settings.most_workers}):
             if settings.strategy == "hsdp" and settings.parallel.shard is None:
                 _check_copies(count, slots)
@@ -90,18 +92,26 @@ def _check_copies(count: int, slots: Sequence[int]) -> None:
         )
 
 
-def _check_trials(settings: TrainingConfig, model: Any, slots: Sequence[int], gpu: bool) -> Check:
-    space = space_of(settings, model, slots, gpu)
+def _check_trials(settings: TrainingConfig, space: Space, probes: Sequence[Probe]) -> Check:
+    if "deepspeed" in settings.trials.vary:
+        _check_deepspeed("trials.vary", probes)
     space.frugal()
     names = ", ".join(map(str, space.ways))
     said = f"auto: {names} are tried before the first step, and what is near the fastest"
     return Check(name="layout", status="ok", said=said)
 
 
-def space_of(settings: TrainingConfig, model: Any, slots: Sequence[int], gpu: bool) -> Space:
+def space_of(
+    settings: TrainingConfig, model: Any, slots: Sequence[int], probes: Sequence[Probe], gpu: bool
+) -> Space:
     """What `auto` can try on as few workers as may be."""
-    nodes = tuple(arranged(settings.fewest_workers, slots))
-    return Space(settings, model, Place(nodes=nodes, gpu=gpu, memory=0))
+    place = Place(
+        nodes=tuple(arranged(settings.fewest_workers, slots)),
+        gpu=gpu,
+        memory=0,
+        deepspeed=bool(probes) and all(map(_has_deepspeed, probes)),
+    )
+    return Space(settings, model, place)
 
 
 def _check_compilers(probes: Sequence[Probe], gpu: bool) -> None:
@@ -112,3 +122,17 @@ def _check_compilers(probes: Sequence[Probe], gpu: bool) -> None:
             f"training.parallel.compile: {', '.join(without)} has none of {', '.join(wanted)}:"
             " install one, or switch it off"
         )
+
+
+def _check_deepspeed(key: str, probes: Sequence[Probe]) -> None:
+    without = [p.host for p in probes if not _has_deepspeed(p)]
+    if without:
+        raise ConfigError(
+            f"training.{key}: 'deepspeed' needs the package of that name, which"
+            f" {', '.join(without)} lacks: pip install 'hybrid[deepspeed]' on every node, or do"
+            " without it"
+        )
+
+
+def _has_deepspeed(probe: Probe) -> bool:
+    return probe.versions.get("deepspeed", "missing") != "missing"

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import hybrid
 from hybrid.errors import HybridError
+from hybrid.training.main_memory import free_memory
 from hybrid.training.rules import CPU_COMPILERS, GPU_COMPILERS
 from hybrid.training.shards import ShardSet
 from hybrid.training.storage import Storage
@@ -163,17 +164,6 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     return tuple(
         Gpu(name=name, total=int(total) << 20, free=int(free) << 20) for name, total, free in found
     )
-
-
-def free_memory() -> int:
-    """Bytes of main memory that may still be taken here, within the control group's limit."""
-    text = Path("/proc/meminfo").read_text(encoding="utf-8")
-    available = int(re.search(r"^MemAvailable: +(\d+) kB", text, re.MULTILINE)[1]) << 10  # type: ignore[index]
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no version 2 of control groups, or "max"
-        limit = int((group / "memory.max").read_text())
-        available = min(available, limit - int((group / "memory.current").read_text()))
-    return available
 
 
 def _try_storage(at: Storage, asked: Asked, node: str) -> str | None:

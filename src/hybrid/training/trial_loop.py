@@ -95,8 +95,11 @@ def run_trials(job: Job, book_folder: Path, place: str = "") -> None:
     """
     world = World.current()
     trials = _Trials(job, world, Book(book_folder) if world.rank == 0 else None, place)
-    while (candidate := world.gather(trials.next())[0]) is not None:
-        trials.make(candidate)
+    try:
+        while (candidate := world.gather(trials.next())[0]) is not None:
+            trials.make(candidate)
+    finally:
+        trials.stop()
 
 
 class _Trials:
@@ -149,6 +152,10 @@ class _Trials:
         if self._book is not None:
             self._book.add(row)
             shutil.rmtree(job.folder, ignore_errors=True)
+
+    def stop(self) -> None:
+        """Leave no thread behind."""
+        self._memory.stop()
 
     def _row(self, candidate: Candidate, job: Job, peaks: Sequence[tuple[int, int]]) -> Row:
         settings = self._job.config.training

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import re
-from pathlib import Path
 
 import torch
 
 from hybrid.training.candidates import Place
-from hybrid.training.probe import free_memory
+from hybrid.training.main_memory import Peak, free_memory, held_memory
 from hybrid.training.world import World
+from hybrid.training.zero_setup import installed
 
 
 def place_of(world: World) -> Place:
@@ -22,20 +21,26 @@ def place_of(world: World) -> Place:
         mine = free + torch.cuda.memory_reserved(world.device)
     else:
         mine = free_memory()
-    told = world.gather((world.node, mine, _status("VmRSS")))
-    nodes = tuple(node for node, _, _ in told)
+    held = held_memory() if world.device.type == "cpu" else 0
+    told = world.gather((world.node, mine, held, installed()))
+    nodes = tuple(node for node, *_ in told)
     if world.device.type == "cuda":
-        memory = min(free for _, free, _ in told)
+        memory = min(free for _, free, *_ in told)
     else:  # what is free there and what they have already, shared by the ranks of a node
         memory = min(
             (
-                min(free for n, free, _ in told if n == node)
-                + sum(r for n, _, r in told if n == node)
+                min(free for n, free, *_ in told if n == node)
+                + sum(held for n, _, held, _ in told if n == node)
             )
             // nodes.count(node)
             for node in set(nodes)
         )
-    return Place(nodes=nodes, gpu=world.device.type == "cuda", memory=memory)
+    return Place(
+        nodes=nodes,
+        gpu=world.device.type == "cuda",
+        memory=memory,
+        deepspeed=all(has for *_, has in told),
+    )
 
 
 class Memory:
@@ -47,7 +52,7 @@ class Memory:
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device if device.type == "cuda" else None
-        self._retries = 0
+        self._main, self._retries = Peak(), 0
 
     def clear(self) -> None:
         """Give back what earlier trials left, and measure from here on."""
@@ -60,23 +65,21 @@ class Memory:
             return
         with contextlib.suppress(AttributeError):  # not every C library has it
             ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is held now
+        self._main.clear()
 
     def peak(self) -> int:
         """Bytes: of tensors on the GPU, or of the whole process where there is none."""
         if self._gpu is not None:
             return torch.cuda.max_memory_allocated(self._gpu)
-        return _status("VmHWM")
+        return self._main.bytes()
 
     def retries(self) -> int:
         """How often the GPU's allocator failed and gave back its cache to try again."""
         return self._all_retries() - self._retries if self._gpu is not None else 0
 
+    def stop(self) -> None:
+        """Measure no more."""
+        self._main.stop()
+
     def _all_retries(self) -> int:
         return int(torch.cuda.memory_stats(self._gpu).get("num_alloc_retries", 0))
-
-
-def _status(key: str) -> int:
-    """Bytes that the kernel counts of this process."""
-    text = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(re.search(rf"^{key}:\s*(\d+) kB", text, re.MULTILINE)[1]) << 10  # type: ignore[index]
