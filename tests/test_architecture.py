@@ -12,8 +12,14 @@ import pytest
 from hybrid import sections, sections_training
 from hybrid.sections_base import Section
 
-SRC = Path(__file__).parents[1] / "src/hybrid"
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src/hybrid"
 FILES = sorted(SRC.rglob("*.py"))
+BESIDE = [
+    path
+    for folder in ("benchmarks", "examples", "jobs", "serve", "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
 COMMON = {
     "__init__", "_ray_compat", "config", "sections", "sections_base", "sections_training",
     "errors", "pools", "registry", "registry_models", "registry_records", "registry_store", "wire",
@@ -128,7 +134,7 @@ def test_importing_stays_light(module: str, absent: tuple[str, ...]) -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+@pytest.mark.parametrize("path", [*FILES, *BESIDE], ids=lambda p: str(p.relative_to(ROOT)))
 def test_a_file_is_one_concept_and_says_which(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert text.startswith('"""'), "the first line says what the file is"

@@ -1,3 +1,5 @@
+"""What a run measured: read from its records, put into a workload, held against predictions."""
+
 from __future__ import annotations
 
 import json

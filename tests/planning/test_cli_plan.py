@@ -1,3 +1,5 @@
+"""`hybrid advise` on the command line: its answer, its JSON, its page, and what it refuses."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""What a plan costs: known sums, simulations of failures and of latency, and missed limits."""
+
 from __future__ import annotations
 
 import math

@@ -1,3 +1,5 @@
+"""The table of prices: the package's own, stale ones, and bad ones by line and column."""
+
 from __future__ import annotations
 
 import datetime

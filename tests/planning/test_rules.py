@@ -1,3 +1,5 @@
+"""Which of cluster and agents is advised, why, and what would change the answer."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""Workloads as people write them, and bad ones refused with the field named."""
+
 from __future__ import annotations
 
 from pathlib import Path
