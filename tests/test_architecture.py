@@ -41,6 +41,7 @@ OUTER = {
     "audits",
     "scaling_runs",
     "profiles",
+    "profiles_nsight",
     "cli",
     "cli_audit",
     "cli_common",

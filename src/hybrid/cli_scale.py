@@ -138,7 +138,7 @@ def _show(sweep: Sweep) -> None:
 
 
 PROFILE_EPILOG = """Example: hybrid profile --workers 2 --html profile.html. Or: hybrid profile
---try --json profile.json; hybrid profile --memory; hybrid profile --read
+--try --json profile.json; hybrid profile --memory; hybrid profile --nsight; hybrid profile --read
 .hybrid/profiles/20261202T171500."""
 
 
@@ -156,6 +156,10 @@ def profile(
     memory: Annotated[
         bool, typer.Option("--memory", help="Also whose memory it is: a timeline, and the peak.")
     ] = False,
+    nsight: Annotated[
+        bool,
+        typer.Option("--nsight", help="For Nsight Systems instead: NVTX ranges, .nsys-rep files."),
+    ] = False,
     read: Annotated[
         Path | None, typer.Option(help="Judge the traces (*.json, *.json.gz) of a folder instead.")
     ] = None,
@@ -168,6 +172,12 @@ def profile(
     from hybrid.planning.trace import read_trace
     from hybrid.planning.verdict import judge
 
+    if nsight:
+        others = {"--try": try_knobs, "--memory": memory, "--read": read, "--html": html}
+        if given := [option for option, value in others.items() if value]:
+            raise ConfigError(f"--nsight has no figures for {given[0]}: use one or the other")
+        _nsight(config, sets, workers, steps, warmup, json_file)
+        return
     name, tried, folder = "the job", [], read
     if read is not None:
         paths = sorted([*read.glob("*.json"), *read.glob("*.json.gz")])
@@ -232,3 +242,29 @@ def profile(
     out.print(
         f"traces of {len(ranks)} ranks in {folder}; they open in ui.perfetto.dev", markup=False
     )
+
+
+def _nsight(
+    config: Path,
+    sets: list[str] | None,
+    workers: int | None,
+    steps: int,
+    warmup: int,
+    json_file: str | None,
+) -> None:
+    from hybrid.profiles_nsight import as_json, told, whole_command
+
+    p = open_project(config, sets)
+    with Bars(err) as bars:
+        done = p.profile_nsight(
+            workers=workers, steps=steps, warmup=warmup, on_progress=bars.training
+        )
+    arguments = ["profile", "--nsight", "--config", str(config), "--steps", str(steps)]
+    arguments += ["--warmup", str(warmup)]
+    arguments += [] if workers is None else ["--workers", str(workers)]
+    arguments += [part for item in sets or [] for part in ("--set", item)]
+    whole = whole_command(p.config.run.dir, arguments)
+    _write(as_json(done, whole), json_file)
+    if json_file != "-":
+        for line in told(done, whole):
+            out.print(line, markup=False, highlight=False, soft_wrap=True)

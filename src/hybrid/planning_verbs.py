@@ -1,4 +1,4 @@
-"""The verbs of a project that plan rather than do: `scale` and `profile`."""
+"""The verbs of a project that plan rather than do: `scale`, `profile`, `profile_nsight`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hybrid.planning.sweep import Mode, Sweep
     from hybrid.profiles import Profiled
+    from hybrid.profiles_nsight import Nsight
 
 Progress = Callable[[dict[str, Any]], None]
 
 
 class PlanningVerbs:
-    """What `Project` has besides; see `scaling_runs` and `profiles`."""
+    """What `Project` has besides; see `scaling_runs`, `profiles`, `profiles_nsight`."""
 
     def scale(
         self,
@@ -47,3 +48,19 @@ class PlanningVerbs:
         from hybrid.profiles import profile
 
         return profile(self, workers=workers, on_progress=on_progress, **options)  # type: ignore[arg-type]
+
+    def profile_nsight(
+        self,
+        *,
+        workers: int | None = None,
+        on_progress: Progress | None = None,
+        **options: Any,
+    ) -> Nsight:
+        """Steps of training recorded by Nsight Systems; see `profiles_nsight.profile_nsight`.
+
+        Raises:
+            ConfigError, DataError, PlacementError, TrainingError.
+        """
+        from hybrid.profiles_nsight import profile_nsight
+
+        return profile_nsight(self, workers=workers, on_progress=on_progress, **options)  # type: ignore[arg-type]

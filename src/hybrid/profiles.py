@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,18 +86,9 @@ def profile(
         ConfigError: a number that cannot be. PlacementError, TrainingError: see `run_workers`.
     """
     say = on_progress or (lambda record: None)
-    config = project.config
-    one_strategy(config.training)
-    count = config.training.most_workers if workers is None else workers
-    for name, value in (("--workers", count), ("--steps", steps), ("--warmup", warmup)):
-        if value < 1:
-            raise ConfigError(f"{name} {value}: expected 1 or more")
-    with type(project)(with_training(config, workers=count)).ray():
+    with ready(project, workers, steps, warmup, say) as (config, data, count, folder):
         from hybrid.training.profiling import Profiling
-        from hybrid.training.trainer import made_data
 
-        data = dataclasses.replace(made_data(config, say), holdout=None)
-        folder = config.run.dir / FOLDER / time.strftime("%Y%m%dT%H%M%S")
         say({"message": f"{count} workers: {warmup} + {steps} steps under the profiler"})
         plan = Profiling(warmup=warmup, active=steps, memory=memory)
         _record(config, data, count, plan, folder, say)
@@ -105,6 +97,29 @@ def profile(
         tried = tuple(_try_all(config, data, count, verdict, say)) if try_knobs else ()
     found = tuple(read_memory(path) for path in sorted(folder.glob("memory-*.json.gz")))
     return Profiled(folder=folder, ranks=ranks, verdict=verdict, tried=tried, memory=found)
+
+
+@contextmanager
+def ready(
+    project: Project, workers: int | None, steps: int, warmup: int, say: Progress
+) -> Iterator[tuple[ProjectConfig, PreparedData, int, Path]]:
+    """Ray, and what a profile needs: the project's settings, its data, the count of workers, and
+    the folder (not yet made) for what is found.
+
+    Raises:
+        ConfigError: a number that cannot be.
+    """
+    config = project.config
+    one_strategy(config.training)
+    count = config.training.most_workers if workers is None else workers
+    for name, value in (("--workers", count), ("--steps", steps), ("--warmup", warmup)):
+        if value < 1:
+            raise ConfigError(f"{name} {value}: expected 1 or more")
+    with type(project)(with_training(config, workers=count)).ray():
+        from hybrid.training.trainer import made_data
+
+        data = dataclasses.replace(made_data(config, say), holdout=None)
+        yield config, data, count, config.run.dir / FOLDER / time.strftime("%Y%m%dT%H%M%S")
 
 
 def _record(
@@ -116,8 +131,27 @@ def _record(
     say: Progress,
 ) -> None:
     """Run the job and leave its traces in `folder`."""
-    from hybrid.training.loop import Job
     from hybrid.training.profiling import FOLDER as TRACES
+
+    with run_once(config, data, count, plan, say) as made:
+        found = sorted((made / TRACES).glob("*.json.gz"))
+        expected = count * (1 + plan.memory)
+        if len(found) != expected:
+            raise TrainingError(
+                f"{len(found)} of the {expected} traces of {count} ranks are in {made}: does"
+                " every node see run.dir?"
+            )
+        folder.mkdir(parents=True)
+        for path in found:
+            shutil.move(path, folder / path.name)
+
+
+@contextmanager
+def run_once(
+    config: ProjectConfig, data: PreparedData, count: int, plan: Profiling, say: Progress
+) -> Iterator[Path]:
+    """Run the job for the steps of a plan. Its folder, which is removed with all else it left."""
+    from hybrid.training.loop import Job
     from hybrid.training.progress import Follower
     from hybrid.training.storage import Storage
     from hybrid.training.workers import run_workers
@@ -130,16 +164,7 @@ def _record(
     try:
         with Follower(job.folder, say):
             run_workers(job, lambda text: say({"message": text}))
-        found = sorted((job.folder / TRACES).glob("*.json.gz"))
-        expected = count * (1 + plan.memory)
-        if len(found) != expected:
-            raise TrainingError(
-                f"{len(found)} of the {expected} traces of {count} ranks are in {job.folder}: does"
-                " every node see run.dir?"
-            )
-        folder.mkdir(parents=True)
-        for path in found:
-            shutil.move(path, folder / path.name)
+        yield job.folder
     finally:
         shutil.rmtree(job.folder, ignore_errors=True)
         Storage(job.checkpoints).remove()

@@ -16,9 +16,10 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from hybrid.training.memory_marks import KEY, MemoryMarks
+from hybrid.training.nsight import NsightPosition, leave_word, tool_for
 from hybrid.training.parallel import World
 from hybrid.training.position import Position
-from hybrid.training.ranges import named_range
+from hybrid.training.ranges import named_range, range_name
 
 FOLDER = "traces"
 
@@ -31,11 +32,15 @@ class Profiling:
         warmup: steps before, the last of them with the profiler running but not recording.
         active: steps recorded.
         memory: record allocations as well, in as many steps after those.
+        nsight: ranges for Nsight Systems instead of torch's profiler; see `nsight`.
+        launcher: what worker processes are started by, if not Python; see `nsight_launch`.
     """
 
     warmup: int = 3
     active: int = 3
     memory: bool = False
+    nsight: bool = False
+    launcher: str = ""
 
     @property
     def steps(self) -> int:
@@ -58,6 +63,15 @@ def watched_position(plan: Profiling | None, folder: Path, world: World) -> Iter
     """The position of a run: a plain one, or one that profiles by `plan` and writes the trace."""
     if plan is None:
         yield Position()
+        return
+    if plan.nsight:
+        first, last = plan.warmup + 1, plan.warmup + plan.active
+        marked = NsightPosition(first, last, tool_for(world.device))
+        try:
+            yield marked
+        finally:
+            marked.close()
+        leave_word(folder, world.rank)
         return
     position = _Profiled(plan, folder, world)
     try:
@@ -97,7 +111,7 @@ class _Profiled(Position):
         if step is not None:
             self._steps += 1
             self._advance()
-        self._range.enter_context(named_range(phase.partition(" of micro-batch")[0], self._device))
+        self._range.enter_context(named_range(range_name(phase), self._device))
 
     def _advance(self) -> None:
         """Begin the step that is the `_steps`-th, counted from 1."""

@@ -12,6 +12,11 @@ import torch
 from torch.profiler import record_function
 
 
+def range_name(phase: str) -> str:
+    """What the range of a phase is called: all micro-batches' are alike."""
+    return phase.partition(" of micro-batch")[0]
+
+
 @contextmanager
 def named_range(name: str, device: torch.device) -> Iterator[None]:
     """What runs within is called `name` on the timeline of this thread."""

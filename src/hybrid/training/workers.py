@@ -99,6 +99,7 @@ def fit(job: Job, count: int, avoid: Avoid, worker: Callable[[dict[str, Any]], N
     from ray.train.torch import TorchConfig, TorchTrainer
 
     settings, gpu = job.config.training, has_gpus()
+    launcher = job.profiling.launcher if job.profiling else ""
     # A notice is often of 30 s: 5 until it is seen would be many.
     os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
@@ -123,6 +124,7 @@ def fit(job: Job, count: int, avoid: Avoid, worker: Callable[[dict[str, Any]], N
             storage_path=str(job.config.run.dir.resolve() / "ray_train"),
             # One place that starts again is enough: it is `run_workers`.
             failure_config=FailureConfig(max_failures=0, max_preemption_failures=0),
+            worker_runtime_env={"py_executable": launcher} if launcher else None,
         ),
     )
     try:
