@@ -36,7 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from chain_agents import HOPS, run
-from mailbox_peers import PROCESSES, AUTOGEN, LANGGRAPH, Chain, framework, ray_peers
+from mailbox_peers import AUTOGEN, LANGGRAPH, PROCESSES, Chain, framework, ray_peers
 
 from hybrid import config
 from hybrid.agents.mailbox import Mailbox

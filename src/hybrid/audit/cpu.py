@@ -124,7 +124,10 @@ def cores(
     affinity = host.affinity()
     allowed = float(affinity) if quota is None else min(affinity, quota)
     alone = max(_spin(1, seconds)[1] for _ in range(rounds))
-    obtained, working, hashed, shares = [], [], [], []
+    obtained: list[float] = []
+    working: list[float] = []
+    hashed: list[float] = []
+    shares: list[float | None] = []
     enough, there, until = _ENOUGH * min(count, allowed), 0.0, time.perf_counter() + patience_s
     while len(obtained) < rounds or (there < enough and time.perf_counter() + seconds < until):
         if len(obtained) >= rounds:
