@@ -272,8 +272,8 @@ def main() -> None:
         say("what HTA errs on, rounding as it does by default:")
         hard = compare(HARD_SHAPES, root, hta, rounding=True)
         show(hard)
-        every = [*rows, *hard]
-        right = sum(abs(row.ours - row.hand) < 0.01 for row in every)
+        every = {(row.trace, row.rank, row.figure): row for row in [*rows, *hard]}
+        right = sum(abs(row.ours - row.hand) < 0.01 for row in every.values())
         found = {"by_hand": claim(right, len(every))}
         if hta:
             both = [(row.ours, row.peer) for row in rows if row.peer is not None]
