@@ -56,6 +56,7 @@ OUTER = {
     "testing",
     "testing_chaos",
     "testing_models",
+    "testing_traces",
 }
 NO_RAY = [
     *sorted((SRC / "engine").glob("*.py")),

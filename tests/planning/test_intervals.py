@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid.planning.intervals import Times, intersect, length, subtract, union
+from hybrid.planning.intervals import Times, clip, intersect, length, subtract, union
 
 PARTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
 
@@ -25,3 +25,5 @@ def test_sets_of_times_are_sets_of_moments(
     assert moments(subtract(one, two)) == moments(one) - moments(two)
     assert moments(union([*one, *two])) == moments(one) | moments(two)
     assert length(one) == len(moments(one))
+    for window in b:
+        assert clip(one, window) == intersect(one, union([window]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 Interval = tuple[float, float]
 Times = list[Interval]
@@ -35,6 +37,16 @@ def intersect(a: Sequence[Interval], b: Sequence[Interval]) -> Times:
         else:
             j += 1
     return done
+
+
+def clip(a: Sequence[Interval], window: Interval) -> Times:
+    """What of `a` is in the window, without a look at what is before or after it."""
+    begin, until = window
+    if until <= begin:
+        return []
+    first = bisect_right(a, begin, key=itemgetter(1))
+    last = bisect_left(a, until, key=itemgetter(0))
+    return [(max(start, begin), min(end, until)) for start, end in a[first:last]]
 
 
 def subtract(a: Sequence[Interval], b: Sequence[Interval]) -> Times:

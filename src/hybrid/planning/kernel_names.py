@@ -25,7 +25,7 @@ COLLECTIVES = (
 )
 _KINDS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in COLLECTIVES]
 _KERNEL = re.compile(
-    r"^(?:void\s+)?(?:[\w:]*::)?(?:"
+    r"^(?:void\s+)?(?:(?:\w+|\(anonymous namespace\)|<unnamed>)?::)*(?:"
     r"(?:nccl|rccl|msccl|mscclpp|nvshmem)\w*"  # any prefix and version
     r"|(?:one|two)_shot_all_reduce\w*|multimem_\w*|cross_device_reduce\w*"
     r")",

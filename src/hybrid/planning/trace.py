@@ -17,7 +17,7 @@ from typing import Any
 
 from hybrid.errors import DataError
 from hybrid.planning import kernel_names as names
-from hybrid.planning.intervals import intersect, length, subtract, union
+from hybrid.planning.intervals import clip, intersect, length, subtract, union
 
 DISPATCH_US = 20.0
 """An op on the CPU shorter than this is mostly PyTorch's own dispatch: the host's time."""
@@ -222,24 +222,22 @@ class _Sorted:
 
     def step(self, number: int, window: tuple[float, float]) -> StepTime:
         """Account for one step."""
-        within = [window]
-        compute = intersect(self._compute, within)
-        communication = intersect(self._communication, within)
+        compute, communication = clip(self._compute, window), clip(self._communication, window)
         exposed = subtract(communication, compute)
         taken = union([*compute, *exposed])
-        copies = subtract(intersect(self._copies, within), taken)
-        free = subtract(within, union([*taken, *copies]))
-        host = intersect(free, self._host)
+        copies = subtract(clip(self._copies, window), taken)
+        free = subtract([window], union([*taken, *copies]))
+        host = intersect(free, clip(self._host, window))
         seconds = {
-            "seconds": length(within),
+            "seconds": length([window]),
             "compute": length(compute),
-            "matmul": length(intersect(self._matmul, within)),
+            "matmul": length(clip(self._matmul, window)),
             "exposed": length(exposed),
             "overlapped": length(communication) - length(exposed),
             "copies": length(copies),
             "host_wait": length(host),
             "idle": length(free) - length(host),
-            "input_wait": length(intersect(free, self._input)),
+            "input_wait": length(intersect(free, clip(self._input, window))),
         }
         return StepTime(step=number, **{k: max(v, 0.0) / 1e6 for k, v in seconds.items()})
 
