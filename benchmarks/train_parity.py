@@ -2,7 +2,8 @@
 
     python benchmarks/train_parity.py [--quick] [--json -]
 
-The same Llama (10 M parameters, float32), 4,096 tokens a step, two processes of one thread each:
+The same Llama (10 M parameters, float32), 4,096 tokens a step (2,048 with --quick), two processes
+of one thread each:
 
 - ours: `jobs/train.py`, under Ray Train, with everything that it does by default
 - torchrun: FSDP2 as its tutorial has it (a shard a layer, reshard after forward, AdamW, clipping)
@@ -10,7 +11,7 @@ The same Llama (10 M parameters, float32), 4,096 tokens a step, two processes of
 - `ours, compiled` and `Trainer, compiled`: the same two with torch.compile
 
 Those that are compared are all started, then stopped (SIGSTOP) but for the one whose turn it is,
-two whole steps each, round after round: a shared machine drifts by more than what is to be told
+some whole steps each, round after round: a shared machine drifts by more than what is to be told
 apart. The median of the rounds counts, and a ratio is the median of the rounds' ratios; the
 quartiles of those say how much it can tell.
 
@@ -50,9 +51,33 @@ MODEL = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 1024,
     "max_position_embeddings": 128, "tie_word_embeddings": True,
 }  # fmt: skip
-SEQUENCE, MICRO_BATCH, MICRO_BATCHES, WORKERS = 128, 8, 4, 2
-STEPS_A_TURN = 2
-TOKENS = SEQUENCE * MICRO_BATCH * MICRO_BATCHES
+SEQUENCE, MICRO_BATCHES, WORKERS = 128, 4, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much is measured.
+
+    Attributes:
+        micro_batch: sequences in one.
+        warm: steps before the first turn; the first ten or so are slower, ours by more, while Ray
+            still starts processes beside them.
+        turn: steps in one.
+        peak_s: seconds of matrix products before a round.
+    """
+
+    micro_batch: int = 8
+    warm: int = 10
+    turn: int = 2
+    peak_s: float = 3.0
+
+    @property
+    def tokens(self) -> int:
+        """In a step."""
+        return SEQUENCE * self.micro_batch * MICRO_BATCHES
+
+
+FULL, QUICK = Size(), Size(micro_batch=4, warm=3, turn=1, peak_s=1.0)
 
 
 def say(line: str) -> None:
@@ -67,10 +92,16 @@ class Contender(abc.ABC):
 
     name: str
     folder: Path
-    steps: int
+    size: Size
+    rounds: int
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
     rates: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        """More than it will be let do."""
+        return self.size.warm + (self.size.turn + 4) * (self.rounds + 1)
 
     def environment(self) -> dict[str, str]:
         """With a mark by which its processes are found."""
@@ -90,23 +121,25 @@ class Contender(abc.ABC):
 
     def start(self) -> None:
         """Its launcher."""
+        self.deadline = time.monotonic() + 600
         self.process = subprocess.Popen(
             self.command(), env=self.environment(), cwd=self.folder,
             stdout=subprocess.DEVNULL, stderr=(self.folder / "stderr").open("w"),
         )  # fmt: skip
 
-    def settle(self) -> None:
-        """Wait until it is past its second step; then stop it."""
-        deadline = time.monotonic() + 600
-        while len(self.times()) < 2:
-            if self.process.poll() is not None or time.monotonic() > deadline:
+    def settled(self) -> bool:
+        """Stop it if it is warm by now."""
+        if len(self.times()) < self.size.warm:
+            if self.process.poll() is not None or time.monotonic() > self.deadline:
                 said = (self.folder / "stderr").read_text()[-3000:]
                 raise SystemExit(f"{self.name} did not begin to train:\n{said}")
-            time.sleep(0.2)
+            return False
         self.ranks = [pid for pid, command in marked(self.mark) if self.is_rank(command)]
         if len(self.ranks) != WORKERS:
             raise SystemExit(f"{self.name}: {WORKERS} ranks expected, found {self.ranks}")
         self.send(signal.SIGSTOP)
+        say(f"{self.name} trains")
+        return True
 
     def send(self, number: signal.Signals) -> None:
         """To both ranks."""
@@ -117,7 +150,7 @@ class Contender(abc.ABC):
     def turn(self) -> None:
         """Let it run for some whole steps, and keep their rate."""
         before = len(self.times())
-        wanted = before + 1 + STEPS_A_TURN  # the first one was under way when it was stopped
+        wanted = before + 1 + self.size.turn  # the first one was under way when it was stopped
         deadline = time.monotonic() + 120
         self.send(signal.SIGCONT)
         while len(self.times()) < wanted:
@@ -126,7 +159,7 @@ class Contender(abc.ABC):
             time.sleep(0.05)
         self.send(signal.SIGSTOP)
         times = self.times()[before:wanted]
-        self.rates.append(TOKENS * STEPS_A_TURN / (times[-1] - times[0]))
+        self.rates.append(self.size.tokens * self.size.turn / (times[-1] - times[0]))
 
     def end(self) -> None:
         """Let the ranks run, and end what is left through the launcher."""
@@ -168,8 +201,9 @@ class Ours(Contender):
                 "tokenizer": {"vocab_size": MODEL["vocab_size"]},
             },
             "training": {
-                "steps": self.steps, "sequence_length": SEQUENCE, "micro_batch": MICRO_BATCH,
-                "micro_batches": MICRO_BATCHES, "strategy": self.strategy, "workers": WORKERS,
+                "steps": self.steps, "sequence_length": SEQUENCE,
+                "micro_batch": self.size.micro_batch, "micro_batches": MICRO_BATCHES,
+                "strategy": self.strategy, "workers": WORKERS,
                 "eval_every": 10**6, "checkpoint": {"every": 10**6},
                 "parallel": {"compile": self.compiled},
             },
@@ -215,7 +249,8 @@ class Torchrun(Contender):
         """The launcher, the script, and what it is to do."""
         script, out = self.folder / "peer.py", self.folder / "times"
         script.write_text(self.code)
-        what = [MODEL, SEQUENCE, MICRO_BATCH, MICRO_BATCHES, self.steps, str(out), self.compiled]
+        batch = self.size.micro_batch
+        what = [MODEL, SEQUENCE, batch, MICRO_BATCHES, self.steps, str(out), self.compiled]
         return [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
             f"--nproc-per-node={WORKERS}", str(script), json.dumps(what),
@@ -263,17 +298,17 @@ def environment() -> dict[str, str]:
 class Peak:
     """What both processes reach at once in matrix products: FLOP/s."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", PEAK],
+                [sys.executable, "-c", PEAK, str(seconds)],
                 env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             )
             for _ in range(WORKERS)
         ]  # fmt: skip
 
     def measure(self) -> float:
-        """Of all processes together, over the same three seconds."""
+        """Of all processes together, over the same seconds."""
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write("\n")
@@ -295,7 +330,7 @@ def flops_per_token() -> float:
     return float(6 * parameters + attention)
 
 
-def rounds(kinds: dict[str, type[Contender]], count: int) -> tuple[Rates, list[float]]:
+def rounds(kinds: dict[str, type[Contender]], count: int, size: Size) -> tuple[Rates, list[float]]:
     """Start them, give each its turns.
 
     Returns:
@@ -303,18 +338,18 @@ def rounds(kinds: dict[str, type[Contender]], count: int) -> tuple[Rates, list[f
     """
     peaks = []
     with contextlib.ExitStack() as stack:
-        peak = Peak()
+        peak = Peak(size.peak_s)
         stack.callback(peak.end)
         contenders = []
         for name, kind in kinds.items():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hy-")))
-            contender = kind(name, folder, steps=(STEPS_A_TURN + 4) * (count + 1))
+            contender = kind(name, folder, size, count)
             contender.start()
             stack.callback(contender.end)
             contenders.append(contender)
-        for contender in contenders:
-            contender.settle()
-            say(f"{contender.name} trains")
+        waiting = contenders
+        while waiting := [c for c in waiting if not c.settled()]:
+            time.sleep(0.1)
         for number in range(count):
             peaks.append(peak.measure())
             first = number % len(contenders)
@@ -327,7 +362,8 @@ def rounds(kinds: dict[str, type[Contender]], count: int) -> tuple[Rates, list[f
 def claims(quick: bool) -> dict[str, dict[str, float]]:
     """Measure those of FSDP2, then those of DDP; compare."""
     flops = flops_per_token()
-    rates, peaks = rounds({"ours, fsdp": Ours, "torchrun": Torchrun}, 2 if quick else 15)
+    pair: dict[str, type[Contender]] = {"ours, fsdp": Ours, "torchrun": Torchrun}
+    rates, peaks = rounds(pair, 3, QUICK) if quick else rounds(pair, 15, FULL)
     found = {
         "vs_torchrun": claim(rates["ours, fsdp"], rates["torchrun"]),
         "peak_fraction_fsdp": claim([r * flops for r in rates["ours, fsdp"]], peaks),
@@ -339,6 +375,7 @@ def claims(quick: bool) -> dict[str, dict[str, float]]:
                 "ours, compiled": OursCompiled, "Trainer, compiled": TrainerCompiled,
             },
             12,
+            FULL,
         )  # fmt: skip
         best = max(rates["Trainer"], rates["Trainer, compiled"], key=statistics.median)
         found["vs_trainer"] = claim(rates["ours, compiled"], best)
@@ -364,7 +401,9 @@ def main() -> None:
     """See the module's text."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "--quick", action="store_true", help="two short rounds, without the Trainer"
+        "--quick",
+        action="store_true",
+        help="three rounds of half a step's rows, without the Trainer",
     )
     parser.add_argument("--json", metavar="FILE", help="write the claims; - is stdout")
     arguments = parser.parse_args()
