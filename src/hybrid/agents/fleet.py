@@ -15,6 +15,8 @@ NAMESPACE = "hybrid"
 HOST_PREFIX = "hybrid-host-"
 PLACE_S = 30.0
 """A host that is not up after this long says what the cluster lacks."""
+START_S = 120.0
+"""A host whose process answers, but that does not lease after this long, is replaced."""
 _HOST_MEMORY = 1 << 30
 """Bytes a host asks of an agents node's 4 GB."""
 _LOOK_S = 1.0
@@ -39,6 +41,7 @@ class Host:
         self._since = time.monotonic()
         self._looked = 0.0
         self._answered = time.monotonic()
+        self._first: float | None = None
         self._problem: str | None = None
 
     @property
@@ -75,6 +78,9 @@ class Host:
                 self._problem = lacking()
             return None
         self._answered = time.monotonic()
+        self._first = self._first or self._answered
+        if self.starting and self._answered - self._first > START_S:
+            return f"the host was up, but not ready in {START_S:g} s"
         blocked = self.stats.get("blocked_s", 0.0)
         if blocked > blocked_s:
             return (
