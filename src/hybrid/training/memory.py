@@ -183,13 +183,14 @@ class _Step:
     ) -> None:
         self.count = traced.parameters.at(blocks)
         self.root, self.block = traced.root, traced.parameters.each
+        self.embedding = traced.embedding
         self.blocks, self.stored, self.compute = blocks, stored, compute
         self.accumulates = accumulates
         self.update = 0 if fused else self.count * stored  # foreach keeps the denominators
         # Of all that lives at the peak, what the blocks add is activations.
         self.activations = traced.head.each * blocks
         self.head = traced.head.at(blocks) - self.activations
-        self.in_blocks = traced.blocks.at(blocks)
+        self.in_blocks, self.each = traced.blocks.at(blocks), traced.blocks.each
         self.last = traced.last.at(blocks)
 
     def whole(self, *, buckets: bool) -> dict[str, dict[str, int]]:
@@ -220,34 +221,58 @@ class _Step:
         every = self.count * self.stored // shards
         held = {"parameters": every, "optimiser": STATES * every}
         whole = self.count * self.stored if self.accumulates else 0
-        gathered = self.root + (self.blocks if keep else min(2, self.blocks)) * self.block
-        gathered *= self.compute
-        unit = max(self.block, self.root)
-        # In flight: a block's gradients, their copy to be reduced and the one before it; where they
-        # are added up in another dtype, a third.
-        numbers = 2 + int(self.accumulates and self.compute != self.stored)
-        flight = self.block * (self.compute + numbers * self.stored)
+        # The next block is gathered ahead, and a block's buffer goes with the next one's; what a
+        # rank has alone is copied when it is needed.
+        ahead, buffer = (0, 0) if shards == 1 else (1, 1)
+        in_loss, in_blocks = (
+            (self.root + min(n, self.blocks) * self.block) * self.compute
+            for n in ((self.blocks, self.blocks) if keep else (buffer, 1 + ahead))
+        )
+        # A tied embedding's gradient waits among the activations for that of the lookup.
+        head = whole or (self.root - self.embedding) * self.compute
+        # In flight behind the backward pass: a block's gradients, their copy to be reduced and the
+        # one before it; where they are added up in another dtype, a third. The more of it, the
+        # fewer blocks have their activations still.
+        copies = 1 + int(self.accumulates and self.compute != self.stored)
+        flights = {
+            "backward": self.compute,
+            "backward behind a reduction": self.compute + copies * self.stored,
+            "reduction": self.compute + (1 + copies) * self.stored,
+        }
+        # When the root's gradients are there, all blocks are reduced; the last one's copy waits.
+        reduced = every - self.root * self.stored // shards
+        reduced += self.root * self.stored if whole else 0
+        waits = self.block * self.stored
         return {
             "loss": {
                 **held,
                 "gradients": whole,
-                "gathered": gathered,
+                "gathered": in_loss,
                 "activations": self.activations,
                 "logits and loss": self.head,
             },
-            "backward": {
-                **held,
-                "gradients": whole or self.root * self.compute,
-                "gathered": gathered,
-                "activations": self.in_blocks,
-                "reduction": flight,
+            **{
+                moment: {
+                    **held,
+                    "gradients": head,
+                    "gathered": in_blocks,
+                    "activations": self.in_blocks - min(n, self.blocks - 1) * self.each,
+                    "reduction": self.block * flight,
+                }
+                for n, (moment, flight) in enumerate(flights.items())
             },
             "end of backward": {
                 **held,
-                "gradients": every + (self.root * self.stored if whole else 0),
+                "gradients": reduced,
                 "gathered": self.root * self.compute,
                 "activations": self.last,
-                "reduction": unit * (self.compute + self.stored),
+                "reduction": waits,
+            },
+            "last reduction": {
+                **held,
+                "gradients": reduced + self.root * self.compute,
+                "gathered": self.root * self.compute,
+                "reduction": waits + self.root * self.stored,
             },
             "update": {
                 **held,

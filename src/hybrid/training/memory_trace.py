@@ -120,10 +120,15 @@ def _pass(
             loss = _loss_sum(model, {"input_ids": tokens, "labels": tokens}, torch.device("cpu"))
             loss.backward()  # type: ignore[no-untyped-call]
         live.cut()
+        embedding = decoder.embed_tokens.weight
+        head, blocks, last = live.peaks
+        if embedding is model.get_output_embeddings().weight:
+            # Its two gradients are added in place; of tensors of nothing a third is made.
+            last -= embedding.nbytes
         return _Measured(
             parameters=sum(p.numel() for p in parameters),
-            embedding=decoder.embed_tokens.weight.numel(),
-            peaks=live.peaks,
+            embedding=embedding.numel(),
+            peaks=(head, blocks, last),
         )
 
 
