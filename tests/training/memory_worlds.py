@@ -11,14 +11,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from hybrid import config
 from hybrid.config import ProjectConfig
 from hybrid.training.model import architecture
+from hybrid.training.zero import ZeroModel
 
 DEBUG = {"hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 4, "kv_heads": 2}
 MID = {"hidden_size": 512, "intermediate_size": 1408, "layers": 8, "heads": 8, "kv_heads": 4}
+WIDE = {**MID, "intermediate_size": 1024, "layers": 2, "heads": 4, "kv_heads": 2}
 HUGE = {
     "hidden_size": 8192, "intermediate_size": 28672, "layers": 80, "heads": 64, "kv_heads": 8,
     "tie_embeddings": False, "context": 4096,
 }  # fmt: skip
-"""Of 101 thousand, 28 million and 70 thousand million parameters."""
+"""Of 101 thousand, 28 million, 9 million (half of it in the embedding) and 70 thousand million
+parameters."""
 VOCABULARY = {64: 512, 512: 8192, 8192: 128_000}
 
 
@@ -89,10 +92,14 @@ def measured(made: ProjectConfig) -> float:
 
 
 def held(model: Any, optimizer: Any) -> int:
-    """Bytes of this rank's parameters and optimiser state."""
+    """Bytes of this rank's parameters and optimiser state, and of what DeepSpeed keeps besides."""
     tensors = [*model.parameters()]
     for state in optimizer.state.values():
         tensors += [t for t in state.values() if isinstance(t, torch.Tensor)]
+    if isinstance(model, ZeroModel):
+        tensors += [optimizer.lp_param_buffer, optimizer.grad_partitions_flat_buffer]
+        tensors += optimizer.fp32_partitioned_groups_flat
+        tensors += [bucket.buffer for bucket in optimizer.ipg_buckets.values()]
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     return sum(t.nbytes for t in local)
 
