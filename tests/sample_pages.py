@@ -156,7 +156,7 @@ def training(text: str) -> str:
             now += 0.52
             records.append(
                 {"event": "step", "time": now, "step": step, "steps": 2000, "tokens": 131_072,
-                 "loss": 2 + 9 / (step + 3) ** 0.5 + 0.05 * math.sin(step), "lr": 3e-4 * step / 2000,
+                 "loss": 2 + 9 / (step + 3) ** 0.5 + 0.05 * math.sin(step), "lr": 1.5e-7 * step,
                  "grad_norm": 1 + 0.2 * math.sin(step / 3), "spent": {"step": 0.5, "data": 0.02}}
             )  # fmt: skip
             if step % 200 == 0:

@@ -18,14 +18,29 @@ from typing import Any, Literal
 from hybrid.pages_style import STYLE
 
 Colour = Literal[
-    "blue", "orange", "green", "purple", "teal", "grey", "yellow", "pink", "red", "slate", "pale"
+    "blue",
+    "orange",
+    "green",
+    "purple",
+    "teal",
+    "grey",
+    "yellow",
+    "pink",
+    "red",
+    "slate",
+    "pale",
+    "ink",
 ]
 """Of plots and their keys; each has a shade for light and one for dark screens."""
 Tone = Literal["good", "mid", "bad"]
 LONG = 28
-"""Characters from which a cell of text is kept wide enough to be read on a phone."""
+"""Characters from which a cell's text is broken into lines, of a width to be read on a phone."""
 _VOID = ("br", "meta")
-_NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_NOT_SHOWN = re.compile(
+    "[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]"
+)
+"""What no document can hold (NUL, half of a surrogate pair, …), and what turns around the text that
+comes after it, such as a verdict. Scripts from right to left need none of it."""
 
 
 class Html(str):
@@ -40,8 +55,7 @@ def text(content: str) -> Html:
 
 
 def _escaped(content: str) -> Html:
-    """What no document can hold (NUL, half of a surrogate pair, …) becomes U+FFFD."""
-    return Html(escape(_NO_TEXT.sub("\N{REPLACEMENT CHARACTER}", content)))
+    return Html(escape(_NOT_SHOWN.sub("\N{REPLACEMENT CHARACTER}", content)))
 
 
 def group(*content: str) -> Html:
@@ -122,9 +136,22 @@ def bullets(items: Iterable[str], class_: str | None = None) -> Html:
     return tag("ul", *rows, class_=class_) if rows else Html("")
 
 
+def prose(content: str) -> Html:
+    """A text in which what stands between backticks is code."""
+    parts = content.split("`")
+    if len(parts) % 2 == 0:  # one that is not closed
+        return text(content)
+    return group(*(tag("code", part) if n % 2 else part for n, part in enumerate(parts)))
+
+
 def toned(word: str, tone: Tone | None) -> Html:
     """A word that stands out: well, doubtful or bad."""
     return tag("strong", word, class_=tone)
+
+
+def sentence(content: str) -> str:
+    """With a capital."""
+    return content[:1].upper() + content[1:]
 
 
 def details(summary: str, *content: str) -> Html:
@@ -156,10 +183,9 @@ def table(
     """
 
     def cell(column: int, content: str) -> Html:
-        if column in numbers:
-            return tag("td", content, class_="n")
         long = len(re.sub("<[^>]*>", "", text(content))) >= LONG
-        return tag("td", content, class_="long" if long else None)
+        classes = ["n"] * (column in numbers) + ["long"] * long
+        return tag("td", content, class_=" ".join(classes) or None)
 
     head = [
         tag("th", name, scope="col", class_="n" if column in numbers else None)
@@ -201,3 +227,9 @@ def figure(plot: str, caption: str, *, unit: str = "", legend: str = "", note: s
         plot if isinstance(plot, Html) else paragraph(plot, class_="soft"),
         paragraph(note, class_="note"),
     )
+
+
+def gallery(*figures: str) -> Html:
+    """Figures side by side where there is room."""
+    shown = [figure for figure in figures if figure]
+    return tag("div", *shown, class_="gallery") if shown else Html("")

@@ -23,9 +23,11 @@ from hybrid.pages import (
     details,
     document,
     figure,
+    gallery,
     group,
     paragraph,
     section,
+    sentence,
     table,
     tag,
     toned,
@@ -60,6 +62,7 @@ def to_html(
     """
     day = datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%d %H:%M UTC")
     money = {c.node: c for c in costs(nodes, usd_per_hour)}
+    nodes = sorted(nodes, key=lambda node: min(_rank(w) for w in _words(node)))
     parts = []
     for node in nodes:
         name = node.result.name
@@ -70,7 +73,7 @@ def to_html(
                     _word(node.verdict.health)),
                 _findings(node),
                 _changes(node),
-                tag("div", *(_figure(r) for r in node.result.readings), class_="gallery"),
+                gallery(*(_figure(r) for r in node.result.readings)),
                 _readings(node.result.readings),
                 details(
                     "A text for the seller", tag("pre", letter(node, money.get(name), when=when))
@@ -80,7 +83,7 @@ def to_html(
     return document(
         _title(nodes),
         paragraph(
-            f"{level[:1].upper()}{level[1:]}, {day}. ", tag("em", "Identity"),
+            f"{sentence(level)}, {day}. ", tag("em", "Identity"),
             ": is it what is paid for? ", tag("em", "Health"),
             ": is it well? Claims alone leave identity unknown.",
         ),
@@ -93,9 +96,18 @@ def to_html(
 def _title(nodes: Sequence[NodeReport]) -> str:
     """What there is against the nodes, in numbers, or that there is nothing."""
     count = f"{len(nodes)} node" + "s" * (len(nodes) != 1)
-    held = [{n.verdict.identity, n.verdict.health} for n in nodes]
-    said = [f"{n} {word}" for word in _WORST if (n := sum(word in words for words in held))]
+    held = [word for node in nodes for word in _words(node)]
+    said = [f"{n} {word}" for word in _WORST if (n := held.count(word))]
     return f"Audit of {count}: {', '.join(said) or 'genuine and fit'}"
+
+
+def _words(node: NodeReport) -> tuple[str, str]:
+    return node.verdict.identity, node.verdict.health
+
+
+def _rank(word: str) -> int:
+    """How early a verdict is to be read: 0 is the worst."""
+    return _WORST.index(word) if word in _WORST else len(_WORST)
 
 
 def _word(word: str) -> Html:
@@ -149,7 +161,8 @@ def _changes(node: NodeReport) -> Html:
         return Html("")
     rows = [
         [
-            "" if c.gpu is None else str(c.gpu), c.name, _short(c.before), _short(c.now),
+            "" if c.gpu is None else str(c.gpu), c.name, _value(c.name, c.before),
+            _value(c.name, c.now),
             "" if c.ratio is None else f"{100 * c.ratio:.0f} %",
         ]
         for c in changes(node.result.readings, node.previous.readings)
@@ -157,17 +170,21 @@ def _changes(node: NodeReport) -> Html:
     if not rows:
         return paragraph("Nothing changed since the earlier audit.")
     heads = ("GPU", "reading", "before", "now", "now / before")
-    return table(heads, rows, numbers=(4,), caption="Since the earlier audit")
+    return table(heads, rows, numbers=(2, 3, 4), caption="Since the earlier audit")
 
 
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)[:120]
+def _value(name: str, value: object, unit: str = "") -> str:
+    """With its unit; bytes in one that fits."""
+    if isinstance(value, int | float) and name.endswith("_bytes"):
+        return _size(value)
+    shown = f"{value:.4g}" if isinstance(value, float) else str(value)[:120]
+    return f"{shown} {unit}".rstrip()
 
 
 def _readings(readings: Sequence[Reading]) -> Html:
     rows = [
         [
-            "" if r.gpu is None else str(r.gpu), r.name, f"{_short(r.value)} {r.unit}", r.source,
+            "" if r.gpu is None else str(r.gpu), r.name, _value(r.name, r.value, r.unit), r.source,
             "yes" if r.fakeable else "no",
         ]
         for r in readings

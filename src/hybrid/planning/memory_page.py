@@ -46,7 +46,7 @@ def chart(memory: Memory) -> Html:
             lower, upper = zip(seconds, base, strict=True), zip(seconds, top, strict=True)
             plot.area(lower, upper, COLOURS[name], name)
         base = top
-    plot.mark(memory.peak_at, "slate", f"peak, {size(most)}", written=False)
+    plot.mark(memory.peak_at, "ink", f"peak, {size(most)}")
     count = len(memory.step_peaks)
     return figure(
         plot.svg(f"memory of rank {memory.rank} by category, {size(most)} at the peak"),

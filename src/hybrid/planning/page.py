@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hybrid.pages import Html, bullets, document, figure, paragraph, section, table, tag
+from hybrid.pages import Html, bullets, document, figure, paragraph, prose, section, table, tag
 from hybrid.planning.actual import Row
 from hybrid.planning.advise import Advice
 from hybrid.planning.compare import NAMES, money, part_notes, turn_text
@@ -33,9 +33,9 @@ def to_html(advice: Advice, rows: Sequence[Row] = ()) -> str:
 def _rules(advice: Advice) -> Html:
     """Those that apply, then, beneath, those that do not."""
     rows = [
-        (f.rule, f.effect, f"{f.field}: {f.why}", f.change)
+        (f.rule, f.effect, prose(f"{f.field}: {f.why}"), prose(f.change))
         if f.applies
-        else (f.rule, "-", f.why, "")
+        else (f.rule, "-", prose(f.why), "")
         for f in sorted(advice.findings, key=lambda f: not f.applies)
     ]
     return table(("rule", "what follows", "why", "what would change it"), rows)
@@ -138,6 +138,11 @@ def _bars(bars: Sequence[tuple[str, Range]], caption: str, note: str) -> Html:
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers between, few enough to be read."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    found = [m * 10.0**e for e in range(first, last + 1) for m in (1, 2, 5)]
-    inside = [t for t in found if low <= t <= high] or [low]
-    return inside[:: max(1, math.ceil(len(inside) / 5))]
+    inside: list[float] = []
+    for steps in ((1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+        found = [m * 10.0**e for e in range(first, last + 1) for m in steps]
+        inside = [t for t in found if low <= t <= high]
+        if len(inside) >= 3:
+            break
+    inside = inside or [low]
+    return inside[:: max(1, math.ceil(len(inside) / 4))]

@@ -15,6 +15,7 @@ from hybrid.pages import (
     group,
     key,
     paragraph,
+    prose,
     section,
     table,
     tag,
@@ -75,7 +76,7 @@ def to_html(
         tried: rows by `TRIED`.
         memories: of each rank, where it was recorded.
     """
-    knobs = [group(tag("strong", k.name), f": {k.text}") for k in verdict.knobs]
+    knobs = [group(tag("strong", k.name), ": ", prose(k.text)) for k in verdict.knobs]
     return document(
         f"{name} is {verdict.bound}-bound, {1e3 * verdict.seconds:.1f} ms a step",
         *(paragraph(toned(w, "bad")) for w in verdict.warnings),

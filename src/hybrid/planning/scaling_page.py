@@ -12,9 +12,10 @@ from hybrid.pages import (
     bullets,
     document,
     figure,
-    group,
     paragraph,
+    prose,
     section,
+    sentence,
     table,
     tag,
     toned,
@@ -50,14 +51,15 @@ def _section(sweep: Sweep) -> Html:
     fewest, most = advice.elastic
     verdict = toned(f"{check.name} {check.outcome}", _TONES[check.outcome])
     return section(
-        f"{sweep.mode.capitalize()} scaling",
+        sentence(f"{sweep.mode} scaling"),
         paragraph(
             tag("strong", f"training.workers: {advice.workers}"), ", elastic ",
-            tag("strong", f"[{fewest}, {most}]"), f". {advice.why}.",
+            tag("strong", f"[{fewest}, {most}]"), ": ", prose(advice.why), ".",
         ),
-        paragraph(f"{MODES[sweep.mode]}.", class_="note"),
+        paragraph(sentence(MODES[sweep.mode]) + ".", class_="note"),
         paragraph(verdict, f": {check.text}."),
-        group(paragraph("Likely causes:"), bullets(check.causes)) if check.causes else "",
+        paragraph("Likely causes:" if check.causes else ""),
+        bullets(map(prose, check.causes)),
         chart(sweep),
         _table(sweep),
         paragraph(f"{law(sweep.fit)}."),
@@ -94,7 +96,7 @@ def chart(sweep: Sweep) -> Html:
         top = max(top, sweep.fit.rate(min(right, knee) if knee == knee else right))
     apart = [last]  # counts whose labels do not run into one another
     for count in sorted((r.workers for r in sweep.rows), reverse=True):
-        if apart[-1] - count >= right / 16:
+        if apart[-1] - count >= right * 0.02 * (1 + len(str(count))):
             apart.append(count)
     marked = ticks(0, 1.12 * top)
     plot = Plot(
