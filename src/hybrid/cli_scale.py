@@ -178,7 +178,7 @@ def profile(
             raise ConfigError(f"--nsight has no figures for {given[0]}: use one or the other")
         _nsight(config, sets, workers, steps, warmup, json_file)
         return
-    name, tried, folder = "the job", [], read
+    name, tried, folder = "The job", [], read
     if read is not None:
         paths = sorted([*read.glob("*.json"), *read.glob("*.json.gz")])
         if not paths:

@@ -53,7 +53,7 @@ pre { white-space: pre-wrap; background: var(--panel); border-radius: 6px; paddi
 figure { margin: 1.25rem 0; min-width: 0 } figcaption { font-weight: 600 }
 .gallery { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr));
   gap: 0 1.5rem }
-svg { display: block; overflow: visible } svg svg { overflow: hidden }
+svg { display: block; overflow: visible }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif }
 svg.plot { background: var(--panel); margin: .75rem 1rem 2.4rem 4.25rem;
   width: calc(100% - 5.25rem) }

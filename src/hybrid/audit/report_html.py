@@ -97,7 +97,8 @@ def _title(nodes: Sequence[NodeReport]) -> str:
     """What there is against the nodes, in numbers, or that there is nothing."""
     count = f"{len(nodes)} node" + "s" * (len(nodes) != 1)
     held = [word for node in nodes for word in _words(node)]
-    said = [f"{n} {word}" for word in _WORST if (n := held.count(word))]
+    told = {"unknown": "of unknown identity"}
+    said = [f"{n} {told.get(word, word)}" for word in _WORST if (n := held.count(word))]
     return f"Audit of {count}: {', '.join(said) or 'genuine and fit'}"
 
 

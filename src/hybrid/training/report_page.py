@@ -92,7 +92,7 @@ def _tiles(figures: dict[str, Any]) -> Html:
     entries = [
         ("Goodput", _percent(figures["goodput"]), f"of {figures['wall_s']:,.1f} s wall time"),
         ("Steps", f"{figures['steps']:,}" + (f" of {planned:,}" if planned else ""), ""),
-        ("Tokens", f"{figures['tokens']:,}", f"{figures['recomputed_steps']} steps done again"),
+        ("Tokens", f"{figures['tokens']:,}", f"steps done again: {figures['recomputed_steps']:,}"),
         (
             "Loss, nats a token",
             _value(figures["train_loss"]),
