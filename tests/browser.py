@@ -34,6 +34,7 @@ class Browser:
     def __init__(self, folder: Path) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self._folder, self._count, self._read, self._session = folder, 0, b"", ""
+        self._said = folder / "said.txt"
 
     def __enter__(self) -> Browser:
         ours_in, theirs_out = os.pipe()
@@ -44,17 +45,22 @@ class Browser:
             "--disable-component-update", "--remote-debugging-pipe",
             f"--user-data-dir={self._folder / 'profile'}", "about:blank",
         ]  # fmt: skip
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(theirs_in), str(theirs_out), *arguments],
-            pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        with self._said.open("wb") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, str(theirs_in), str(theirs_out), *arguments],
+                pass_fds=(theirs_in, theirs_out), stdout=said, stderr=said,
+            )  # fmt: skip
         os.close(theirs_in), os.close(theirs_out)
         self._in, self._out = ours_in, ours_out
-        [tab] = [t for t in self.ask("Target.getTargets")["targetInfos"] if t["type"] == "page"]
-        attached = self.ask("Target.attachToTarget", targetId=tab["targetId"], flatten=True)
-        self._session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.ask(f"{domain}.enable")
+        try:
+            tab = self.ask("Target.createTarget", url="about:blank")["targetId"]
+            attached = self.ask("Target.attachToTarget", targetId=tab, flatten=True)
+            self._session = attached["sessionId"]
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                self.ask(f"{domain}.enable")
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(
@@ -63,6 +69,9 @@ class Browser:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
         os.close(self._out)  # it ends when nobody is there to command it
         os.close(self._in)
         try:
@@ -115,7 +124,7 @@ class Browser:
             ready, _, _ = select.select([self._in], [], [], max(0.0, end - time.monotonic()))
             assert ready, f"the browser said nothing for {_DEADLINE_S:.0f} s"
             more = os.read(self._in, 1 << 16)
-            assert more, "the browser ended"
+            assert more, f"the browser ended: {self._said.read_text()[-2000:]}"
             self._read += more
         message, _, self._read = self._read.partition(b"\0")
         found: dict[str, Any] = json.loads(message)

@@ -77,6 +77,7 @@ def test_a_page_can_be_read_on_every_screen_and_loads_nothing(
         assert VERDICTS[name] in browser.value("document.title")
         assert browser.value("document.querySelector('h1').textContent === document.title")
         assert browser.value("document.querySelector('h1').getBoundingClientRect().top") < 100
+        browser.value("document.querySelectorAll('details').forEach(d => { d.open = true })")
         assert browser.value("innerWidth") == width, "the viewport is that of the screen"
         assert browser.value("document.documentElement.scrollWidth") <= width
         assert browser.value(OUTSIDE) == []

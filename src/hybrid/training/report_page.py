@@ -154,7 +154,7 @@ def _values(curves: Mapping[str, Points]) -> Html:
 def _trials(figures: dict[str, Any]) -> Html:
     if (trials := figures.get("trials")) is None:
         return Html("")
-    made = table(trials["heads"], trials["rows"])
+    made = table(trials["heads"], trials["rows"], numbers=(3, 4, 5))
     return section("Strategy trials", paragraph(trials["picked"]), made)
 
 
