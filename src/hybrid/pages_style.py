@@ -64,6 +64,6 @@ svg .grid { stroke: var(--rule) } svg .curve { fill: none; stroke-width: 2;
 svg .dot { stroke: var(--page); stroke-width: 1.5 } svg .cursor { stroke: var(--soft) }
 .reading { min-height: 1.5em; margin: 0; color: var(--soft); font-size: .85rem;
   font-variant-numeric: tabular-nums }
-@media (max-width: 600px) { table { font-size: 13px } th, td { padding: .3rem .4rem } }
+@media (max-width: 600px) { table { font-size: 13px } th, td, caption { padding: .3rem .4rem } }
 @media print { .wide { overflow: visible } section, figure { break-inside: avoid-page } }
 """

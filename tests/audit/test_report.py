@@ -97,3 +97,25 @@ def test_the_page_needs_nothing_else_and_escapes_names() -> None:
     parser.feed(text)
     assert {"html", "table"} <= seen
     assert text.count("<polyline") == 2, "a curve for each node"
+    assert text.count("<small>GFLOP/s</small>") == 2
+
+
+def test_the_page_has_the_worst_first_and_the_units_of_what_is_drawn() -> None:
+    cache = Reading(name="cpu.torch.cache_bytes", value=2.0**21, unit="byte", source="chase",
+                    fakeable=False, curve=((2.0**20, 5.0), (2.0**26, 25.0)))  # fmt: skip
+    bad = [Reading(name="claimed.name", value="NVIDIA A10G", source="nvidia-smi", fakeable=True,
+                   gpu=0),
+           Reading(name="claimed.memory_mib", value=81_920, source="nvidia-smi", fakeable=True,
+                   gpu=0)]  # fmt: skip
+    nodes = [
+        report.NodeReport(
+            result=NodeResult(name=name, readings=readings), verdict=judge(readings, load_specs())
+        )
+        for name, readings in (("well", [cache]), ("false", bad))
+    ]
+    assert [n.verdict.identity for n in nodes] == ["unknown", "contradicted"]
+    text = to_html(nodes, level="quick", when=0.0)
+    assert "<h1>Audit of 2 nodes: 1 contradicted, 1 of unknown identity</h1>" in text
+    assert text.index("<h2>false: ") < text.index("<h2>well: ")
+    for told in ("<small>ns a load</small>", ">1 MiB<", ">64 MiB<", "<td>2 MiB</td>"):
+        assert told in text

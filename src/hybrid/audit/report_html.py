@@ -41,11 +41,11 @@ _TONES: dict[str, Tone] = {
 _CURVES = {
     "l2_bytes": ("bytes that are read over", "ns a load"),
     "cache_bytes": ("bytes that are read over", "ns a load"),
-    "chunk_": ("GiB into the memory", "GiB/s"),
-    "matmul_": ("repetition", "TFLOP/s"),
-    "bw_gib_s": ("bytes of a message", "GiB/s"),
+    "chunk_": ("GiB into the memory", ""),
+    "matmul_": ("repetition", ""),
+    "bw_gib_s": ("bytes of a message", ""),
 }
-"""By part of a reading's name: what its curve is over, and the unit of what is drawn."""
+"""By part of a reading's name: what its curve is over, and its unit where it is another."""
 _WORST = ("contradicted", "unfit", "degraded", "unknown")
 
 
@@ -200,7 +200,8 @@ def _figure(r: Reading) -> Html:
     points = [(x, y) for x, y in r.curve if math.isfinite(x) and math.isfinite(y)]
     if len(points) < 2:
         return Html("")
-    across, unit = next((told for part, told in _CURVES.items() if part in r.name), ("", r.unit))
+    across, unit = next((told for part, told in _CURVES.items() if part in r.name), ("", ""))
+    unit = unit or r.unit
     low, high = min(x for x, _ in points), max(x for x, _ in points)
     in_bytes = low > 0 and high / low >= 32
     marked = [low, math.sqrt(low) * math.sqrt(high), high] if in_bytes else [low, high]
