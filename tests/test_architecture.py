@@ -22,7 +22,8 @@ BESIDE = [
 ]
 COMMON = {
     "__init__", "_ray_compat", "config", "sections", "sections_base", "sections_training",
-    "errors", "pools", "registry", "registry_models", "registry_records", "registry_store", "wire",
+    "errors", "pages", "pages_style", "plots", "pools", "registry", "registry_models",
+    "registry_records", "registry_store", "wire",
 }  # fmt: skip
 MAY_IMPORT = {
     "engine": set(),

@@ -167,7 +167,7 @@ def profile(
     json_file: JsonFile = None,
 ) -> None:
     """What a step is bound by: compute, memory, communication, input or the host; what to try."""
-    from hybrid.planning import memory_page, profile_page
+    from hybrid.planning import profile_page
     from hybrid.planning.memory_timeline import as_json, read_memory, size, told
     from hybrid.planning.trace import read_trace
     from hybrid.planning.verdict import judge
@@ -178,7 +178,7 @@ def profile(
             raise ConfigError(f"--nsight has no figures for {given[0]}: use one or the other")
         _nsight(config, sets, workers, steps, warmup, json_file)
         return
-    name, tried, folder = "the job", [], read
+    name, tried, folder = "The job", [], read
     if read is not None:
         paths = sorted([*read.glob("*.json"), *read.glob("*.json.gz")])
         if not paths:
@@ -204,11 +204,8 @@ def profile(
         name, ranks, verdict = p.config.run.name, done.ranks, done.verdict
         tried, folder, memories = list(done.tried), done.folder, done.memory
     rows = [[t.knob, t.outcome, f"{t.ratio:.2f}" if t.ratio else "", t.text] for t in tried]
-    head = ["knob", "outcome", "tokens/s, times", "what"]
     if html is not None:
-        shown = profile_page.table(head, rows) if rows else ""
-        held = memory_page.section(memories) if memories else ""
-        page = profile_page.to_html(ranks, verdict, name=name, tried=shown, memory=held)
+        page = profile_page.to_html(ranks, verdict, name=name, tried=rows, memories=memories)
         html.write_text(page, encoding="utf-8")
     data = {
         **profile_page.as_json(ranks, verdict),
@@ -224,7 +221,7 @@ def profile(
     for sentence in verdict.evidence:
         out.print(f"  {sentence}", markup=False)
     if tried:
-        table = Table(*head)
+        table = Table(*profile_page.TRIED)
         for row in rows:
             table.add_row(*(escape(cell) for cell in row))
         out.print(table)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hybrid.errors import DataError
 from hybrid.planning.allocations import blocks_of
-from hybrid.planning.memory_page import section
+from hybrid.planning.memory_page import memory_section
 from hybrid.planning.memory_timeline import Memory, as_json, read_memory, told
 
 
@@ -86,7 +86,7 @@ def test_each_block_has_its_category_owner_and_end(tmp_path: Path) -> None:
     data = as_json(found)
     assert data["peak"]["owner"]["category"] == "activations"
     assert max(sum(v for k, v in p.items() if k != "second") for p in data["timeline"]) == 360
-    page = section([found])
+    page = memory_section([found])
     assert page.count("<polygon") == 6
     assert "layers.*" in page
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from html import escape
 
 from hybrid.audit.reading import Reading
 from hybrid.audit.report import (
@@ -18,21 +17,36 @@ from hybrid.audit.report import (
     shown,
     worst_first,
 )
+from hybrid.pages import (
+    Html,
+    Tone,
+    details,
+    document,
+    figure,
+    gallery,
+    group,
+    paragraph,
+    section,
+    sentence,
+    table,
+    tag,
+    toned,
+)
+from hybrid.plots import Axis, Plot, number
 
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; --good: #1a7f37; --mid: #9a6700; --bad: #cf222e; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; margin: 1rem 0; font-size: 14px; }
-td, th { border-bottom: 1px solid var(--line); padding: .3rem .6rem; text-align: left;
-  vertical-align: top; }
-td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.genuine, .fit { color: var(--good); } .unknown, .degraded, .note { color: var(--mid); }
-.contradicted, .unfit { color: var(--bad); } .tag { font-weight: 600; }
-figure { display: inline-block; margin: .5rem 1rem .5rem 0; } figcaption { font-size: 13px; }
-svg { background: #8881; } pre { white-space: pre-wrap; background: #8881; padding: 1rem; }
-small { opacity: .75; }
-"""
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 380, 200, 52, 24
+_TONES: dict[str, Tone] = {
+    "genuine": "good", "fit": "good", "unknown": "mid", "degraded": "mid", "note": "mid",
+    "contradicted": "bad", "unfit": "bad",
+}  # fmt: skip
+_CURVES = {
+    "l2_bytes": ("bytes that are read over", "ns a load"),
+    "cache_bytes": ("bytes that are read over", "ns a load"),
+    "chunk_": ("GiB into the memory", ""),
+    "matmul_": ("repetition", ""),
+    "bw_gib_s": ("bytes of a message", ""),
+}
+"""By part of a reading's name: what its curve is over, and its unit where it is another."""
+_WORST = ("contradicted", "unfit", "degraded", "unknown")
 
 
 def to_html(
@@ -48,163 +62,163 @@ def to_html(
     """
     day = datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%d %H:%M UTC")
     money = {c.node: c for c in costs(nodes, usd_per_hour)}
-    count = f"{len(nodes)} node" + "s" * (len(nodes) != 1)
-    parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>Audit of {count}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>Audit of {count}</h1><p>{escape(level)}, {day}. <em>Identity</em>: is it"
-        " what is paid for? <em>Health</em>: is it well? Claims alone leave identity unknown.</p>",
-        _summary(nodes),
-    ]
-    if money:
-        parts.append(_money(nodes, usd_per_hour))
+    nodes = sorted(nodes, key=lambda node: min(_rank(w) for w in _words(node)))
+    parts = []
     for node in nodes:
-        parts += [
-            f"<h2>{escape(node.result.name)} {_tag(node.verdict.identity)}"
-            f" {_tag(node.verdict.health)}</h2>",
-            _findings(node),
-            _changes(node),
-            "".join(_figure(r) for r in node.result.readings if len(r.curve) > 1),
-            _readings(node.result.readings),
-            "<details><summary>A text for the seller</summary><pre>"
-            + escape(letter(node, money.get(node.result.name), when=when))
-            + "</pre></details>",
-        ]
-    return "\n".join(p for p in parts if p) + "\n</body></html>\n"
+        name = node.result.name
+        parts.append(
+            tag(
+                "section",
+                tag("h2", name, ": ", _word(node.verdict.identity), ", ",
+                    _word(node.verdict.health)),
+                _findings(node),
+                _changes(node),
+                gallery(*(_figure(r) for r in node.result.readings)),
+                _readings(node.result.readings),
+                details(
+                    "A text for the seller", tag("pre", letter(node, money.get(name), when=when))
+                ),
+            )
+        )  # fmt: skip
+    return document(
+        _title(nodes),
+        paragraph(
+            f"{sentence(level)}, {day}. ", tag("em", "Identity"),
+            ": is it what is paid for? ", tag("em", "Health"),
+            ": is it well? Claims alone leave identity unknown.",
+        ),
+        _summary(nodes),
+        section("In money", _money(nodes, usd_per_hour)),
+        *parts,
+    )  # fmt: skip
 
 
-def _tag(word: str) -> str:
-    return f'<span class="tag {escape(word)}">{escape(word)}</span>'
+def _title(nodes: Sequence[NodeReport]) -> str:
+    """What there is against the nodes, in numbers, or that there is nothing."""
+    count = f"{len(nodes)} node" + "s" * (len(nodes) != 1)
+    held = [word for node in nodes for word in _words(node)]
+    told = {"unknown": "of unknown identity"}
+    said = [f"{n} {told.get(word, word)}" for word in _WORST if (n := held.count(word))]
+    return f"Audit of {count}: {', '.join(said) or 'genuine and fit'}"
 
 
-def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of cells that are HTML already."""
-    top = "".join(f"<th>{h}</th>" for h in head)
-    body = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+def _words(node: NodeReport) -> tuple[str, str]:
+    return node.verdict.identity, node.verdict.health
 
 
-def _summary(nodes: Sequence[NodeReport]) -> str:
+def _rank(word: str) -> int:
+    """How early a verdict is to be read: 0 is the worst."""
+    return _WORST.index(word) if word in _WORST else len(_WORST)
+
+
+def _word(word: str) -> Html:
+    return toned(word, _TONES.get(word))
+
+
+def _summary(nodes: Sequence[NodeReport]) -> Html:
     rows = []
     for node in nodes:
         for gpu in node.verdict.gpus or [None]:
             rows.append(
                 [
-                    escape(node.result.name),
+                    node.result.name,
                     "" if gpu is None else str(gpu.gpu),
-                    "" if gpu is None else escape(gpu.product or gpu.name or "?"),
-                    _tag((gpu or node.verdict).identity),
-                    _tag((gpu or node.verdict).health),
-                    "" if gpu is None else escape(", ".join(gpu.missing)),
+                    "" if gpu is None else gpu.product or gpu.name or "?",
+                    _word((gpu or node.verdict).identity),
+                    _word((gpu or node.verdict).health),
+                    "" if gpu is None else ", ".join(gpu.missing),
                 ]
             )
-    return _rows(("node", "GPU", "product", "identity", "health", "not measured"), rows)
+    return table(("node", "GPU", "product", "identity", "health", "not measured"), rows)
 
 
-def _money(nodes: Sequence[NodeReport], usd_per_hour: float | None) -> str:
+def _money(nodes: Sequence[NodeReport], usd_per_hour: float | None) -> Html:
     rows = [
         [
-            escape(c.node), escape(c.reading), f"{c.value:.4g} {escape(c.unit)}",
-            f"{100 * c.share:.0f} % of {escape(c.against)}",
+            c.node, c.reading, f"{c.value:.4g} {c.unit}", f"{100 * c.share:.0f} % of {c.against}",
             "" if c.usd_lost_per_hour is None else f"{c.usd_lost_per_hour:.2f} USD an hour",
         ]
         for c in costs(nodes, usd_per_hour)
     ]  # fmt: skip
-    return "<h2>In money</h2>" + _rows(("node", "figure", "value", "reaches", "costs"), rows)
+    heads = ("node", "figure", "value", "reaches", "costs")
+    return table(heads, rows, numbers=(2, 4)) if rows else Html("")
 
 
-def _findings(node: NodeReport) -> str:
-    rows = [
-        [
-            _tag(f.severity), escape(f.kind), escape(f.text),
-            "<br>".join(
-                f"{escape(shown(r))} <small>{escape(r.source)}, {forgeable(r)}</small>"
-                for r in f.readings[:6]
-            ),
-            escape(expectation(f)),
+def _findings(node: NodeReport) -> Html:
+    rows = []
+    for f in worst_first(node.verdict.findings):
+        given = [
+            group(shown(r), " ", tag("small", f"{r.source}, {forgeable(r)}"), tag("br"))
+            for r in f.readings[:6]
         ]
-        for f in worst_first(node.verdict.findings)
-    ]  # fmt: skip
+        rows.append([_word(f.severity), f.kind, f.text, group(*given), expectation(f)])
     if not rows:
-        return "<p>No findings.</p>"
-    return _rows(("", "kind", "finding", "given away by", "expected"), rows)
+        return paragraph("No findings.")
+    return table(("", "kind", "finding", "given away by", "expected"), rows)
 
 
-def _changes(node: NodeReport) -> str:
+def _changes(node: NodeReport) -> Html:
     if node.previous is None:
-        return ""
+        return Html("")
     rows = [
         [
-            "" if c.gpu is None else str(c.gpu), escape(c.name), escape(_short(c.before)),
-            escape(_short(c.now)), "" if c.ratio is None else f"{100 * c.ratio:.0f} %",
+            "" if c.gpu is None else str(c.gpu), c.name, _value(c.name, c.before),
+            _value(c.name, c.now),
+            "" if c.ratio is None else f"{100 * c.ratio:.0f} %",
         ]
         for c in changes(node.result.readings, node.previous.readings)
     ]  # fmt: skip
     if not rows:
-        return "<p>Nothing changed since the earlier audit.</p>"
-    head = ("GPU", "reading", "before", "now", "now / before")
-    return "<h3>Since the earlier audit</h3>" + _rows(head, rows)
+        return paragraph("Nothing changed since the earlier audit.")
+    heads = ("GPU", "reading", "before", "now", "now / before")
+    return table(heads, rows, numbers=(2, 3, 4), caption="Since the earlier audit")
 
 
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)[:120]
+def _value(name: str, value: object, unit: str = "") -> str:
+    """With its unit; bytes in one that fits."""
+    if isinstance(value, int | float) and name.endswith("_bytes"):
+        return _size(value)
+    shown = f"{value:.4g}" if isinstance(value, float) else str(value)[:120]
+    return f"{shown} {unit}".rstrip()
 
 
-def _readings(readings: Sequence[Reading]) -> str:
+def _readings(readings: Sequence[Reading]) -> Html:
     rows = [
         [
-            "" if r.gpu is None else str(r.gpu), escape(r.name),
-            f"{escape(_short(r.value))} {escape(r.unit)}", escape(r.source),
+            "" if r.gpu is None else str(r.gpu), r.name, _value(r.name, r.value, r.unit), r.source,
             "yes" if r.fakeable else "no",
         ]
         for r in readings
         if r.value is not None
     ]  # fmt: skip
-    head = ("GPU", "reading", "value", "source", "fakeable")
-    return f"<details><summary>{len(rows)} readings</summary>{_rows(head, rows)}</details>"
+    heads = ("GPU", "reading", "value", "source", "fakeable")
+    return details(f"{len(rows)} readings", table(heads, rows))
 
 
-def _figure(r: Reading) -> str:
-    """A curve as SVG; sizes in bytes get a logarithmic axis."""
+def _figure(r: Reading) -> Html:
+    """A curve, where a reading has one; sizes in bytes get a logarithmic axis."""
     points = [(x, y) for x, y in r.curve if math.isfinite(x) and math.isfinite(y)]
     if len(points) < 2:
-        return ""
-    wide = min(x for x, _ in points) > 0 and points[-1][0] / max(points[0][0], 1e-12) >= 32
-    xs = [math.log2(x) if wide else x for x, _ in points]
-    ys = [y for _, y in points]
-    left, right, top = min(xs), max(xs), max(0.0, *ys)
-
-    def place(x: float, y: float) -> str:
-        across = (x - left) / ((right - left) or 1.0)
-        up = y / (top or 1.0)
-        return (
-            f"{_LEFT + across * (_WIDTH - _LEFT - 8):.1f},"
-            f"{(_HEIGHT - _BOTTOM) - max(0.0, up) * (_HEIGHT - _BOTTOM - 12):.1f}"
-        )
-
-    line = " ".join(place(x, y) for x, y in zip(xs, ys, strict=True))
-    gpu = "" if r.gpu is None else f" of GPU {r.gpu}"
-    base = _HEIGHT - _BOTTOM
-    return (
-        f'<figure><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
-        f' role="img" aria-label="{escape(r.name)}{gpu}">'
-        f'<path d="M{_LEFT} 12V{base}H{_WIDTH - 8}" fill="none" stroke="currentColor"'
-        ' stroke-opacity=".5"/>'
-        f'<polyline points="{line}" fill="none" stroke="#0969da" stroke-width="1.8"/>'
-        f'<g font-size="11" fill="currentColor"><text x="4" y="18">{top:.3g}</text>'
-        f'<text x="4" y="{base}">0</text>'
-        f'<text x="{_LEFT}" y="{_HEIGHT - 8}">{_axis(points[0][0], wide)}</text>'
-        f'<text x="{_WIDTH - 8}" y="{_HEIGHT - 8}" text-anchor="end">'
-        f"{_axis(points[-1][0], wide)}</text></g></svg>"
-        f"<figcaption>{escape(r.name)}{gpu}, {escape(r.unit)}</figcaption></figure>"
-    )
+        return Html("")
+    across, unit = next((told for part, told in _CURVES.items() if part in r.name), ("", ""))
+    unit = unit or r.unit
+    low, high = min(x for x, _ in points), max(x for x, _ in points)
+    in_bytes = low > 0 and high / low >= 32
+    marked = [low, math.sqrt(low) * math.sqrt(high), high] if in_bytes else [low, high]
+    plot = Plot(
+        Axis(low=low, high=high if high > low else low + 1, ticks=marked, log=in_bytes,
+             told=_size if in_bytes else number),
+        Axis.upwards([0.0, *(y for _, y in points)]),
+        across=across,
+        height=160,
+    )  # fmt: skip
+    plot.curve(points, "blue")
+    title = r.name if r.gpu is None else f"{r.name} of GPU {r.gpu}"
+    return figure(plot.svg(f"{title}: {unit} by {across}"), title, unit=unit)
 
 
-def _axis(value: float, is_bytes: bool) -> str:
-    if not is_bytes:
-        return f"{value:.3g}"
+def _size(count: float) -> str:
     for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value:.3g} B"
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.3g} B"

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from html import escape
 from typing import Any
 
-from hybrid.planning.scaling_page import STYLE
+from hybrid.pages import (
+    Colour,
+    Html,
+    bullets,
+    document,
+    figure,
+    group,
+    key,
+    paragraph,
+    prose,
+    section,
+    table,
+    tag,
+    toned,
+)
+from hybrid.planning.memory_page import memory_section
+from hybrid.planning.memory_timeline import Memory
 from hybrid.planning.trace import RankTrace
 from hybrid.planning.verdict import Verdict
+from hybrid.plots import bar
 
-PARTS = (
-    ("compute", "#1a7f37"),
-    ("exposed", "#cf222e"),
-    ("copies", "#9a6700"),
-    ("host_wait", "#8250df"),
-    ("idle", "#8c959f"),
-)
+PARTS: dict[str, Colour] = {
+    "compute": "green",
+    "exposed": "red",
+    "copies": "yellow",
+    "host_wait": "purple",
+    "idle": "grey",
+}
 """What a step's time goes to, and the colour it is drawn in."""
-_WIDTH = 640
+TRIED = ("knob", "outcome", "tokens/s, times", "what")
+"""Columns of what knobs did."""
 
 
 def as_json(ranks: Sequence[RankTrace], verdict: Verdict) -> dict[str, Any]:
@@ -45,91 +62,70 @@ def as_json(ranks: Sequence[RankTrace], verdict: Verdict) -> dict[str, Any]:
 
 
 def to_html(
-    ranks: Sequence[RankTrace], verdict: Verdict, *, name: str, tried: str = "", memory: str = ""
+    ranks: Sequence[RankTrace],
+    verdict: Verdict,
+    *,
+    name: str,
+    tried: Sequence[Sequence[str]] = (),
+    memories: Sequence[Memory] = (),
 ) -> str:
     """The whole page.
 
     Args:
         name: of the project.
-        tried: HTML of what knobs did.
-        memory: HTML of `memory_page.section`.
+        tried: rows by `TRIED`.
+        memories: of each rank, where it was recorded.
     """
-    title = f"{name} is {verdict.bound}-bound"
-    warnings = "".join(
-        f'<p class="warning"><strong>{escape(w)}</strong></p>' for w in verdict.warnings
-    )
-    key = " ".join(
-        f'<span style="color:{colour}">■</span> {escape(part.replace("_", " "))}'
-        for part, colour in PARTS
-    )
-    rows = [
-        [
-            f"{t.rank}",
-            f"{s.step}",
-            f"{1e3 * s.seconds:.1f}",
-            f"{1e3 * s.compute:.1f}",
-            f"{1e3 * s.matmul:.1f}",
-            f"{1e3 * s.exposed:.1f}",
-            f"{1e3 * s.overlapped:.1f}",
-            "" if s.overlap is None else f"{100 * s.overlap:.0f} %",
-            f"{1e3 * s.copies:.1f}",
-            f"{1e3 * s.host_wait:.1f}",
-            f"{1e3 * s.idle:.1f}",
-            f"{1e3 * s.input_wait:.1f}",
-        ]
-        for t in ranks
-        for s in t.steps
-    ]
-    head = ["rank", "step", "ms", "compute", "of it matmul", "exposed communication", "overlapped",
-            "overlap", "copies", "host wait", "idle", "of these input"]  # fmt: skip
-    evidence = "".join(f"<li>{escape(e)}</li>" for e in verdict.evidence)
-    knobs = "".join(
-        f"<li><strong>{escape(k.name)}</strong>: {escape(k.text)}</li>" for k in verdict.knobs
-    )
-    return "\n".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
-            f"<h1>{escape(title)}</h1>{warnings}<ul>{evidence}</ul>",
-            f"<p>{key}</p>",
+    knobs = [group(tag("strong", k.name), ": ", prose(k.text)) for k in verdict.knobs]
+    return document(
+        f"{name} is {verdict.bound}-bound, {1e3 * verdict.seconds:.1f} ms a step",
+        *(paragraph(toned(w, "bad")) for w in verdict.warnings),
+        bullets(verdict.evidence),
+        section(
+            "Where the time went",
+            key((_told(part), colour) for part, colour in PARTS.items()),
             *(_bar(t) for t in ranks),
-            f"<h2>What to try</h2><ul>{knobs}</ul>{tried}",
-            memory,
-            "<h2>Each step of each rank</h2>" + table(head, rows),
-            "<h2>What took longest</h2>",
-            *(_longest(t) for t in ranks),
-            "<p><small>The traces open in Perfetto (ui.perfetto.dev) or chrome://tracing.</small></p>"
-            "</body></html>\n",
-        ]
-    )
+        ),
+        section(
+            "What to try", bullets(knobs), table(TRIED, tried, numbers=(2,)) if tried else ""
+        ),
+        memory_section(memories),
+        section("Each step of each rank", _steps(ranks)),
+        section("What took longest", *(_longest(t) for t in ranks)),
+        paragraph("The traces open in Perfetto (ui.perfetto.dev) or chrome://tracing.",
+                  class_="note"),
+    )  # fmt: skip
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of texts."""
-    top = "".join(f"<th>{escape(h)}</th>" for h in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+def _told(part: str) -> str:
+    return "exposed communication" if part == "exposed" else part.replace("_", " ")
 
 
-def _bar(trace: RankTrace) -> str:
+def _steps(ranks: Sequence[RankTrace]) -> Html:
+    rows = []
+    for t in ranks:
+        for s in t.steps:
+            parts = (s.seconds, s.compute, s.matmul, s.exposed, s.overlapped)
+            waits = (s.copies, s.host_wait, s.idle, s.input_wait)
+            hidden = "" if s.overlap is None else f"{100 * s.overlap:.0f} %"
+            shown = [[f"{1e3 * seconds:.1f}" for seconds in some] for some in (parts, waits)]
+            rows.append([f"{t.rank}", f"{s.step}", *shown[0], hidden, *shown[1]])
+    heads = ("rank", "step", "whole", "compute", "of it matmul", "exposed communication",
+             "overlapped", "overlap", "copies", "host wait", "idle", "of these input")  # fmt: skip
+    return table(heads, rows, numbers=range(12), caption="Milliseconds")
+
+
+def _bar(trace: RankTrace) -> Html:
     """One rank's time as a stacked bar."""
-    whole, at, parts = sum(s.seconds for s in trace.steps) or 1.0, 0.0, []
-    told = []
-    for part, colour in PARTS:
-        share = sum(getattr(s, part) for s in trace.steps) / whole
-        told.append(f"{part.replace('_', ' ')} {100 * share:.0f} %")
-        parts.append(
-            f'<rect x="{at:.1f}" y="0" width="{share * _WIDTH:.1f}" height="22" fill="{colour}">'
-            f"<title>{told[-1]}</title></rect>"
-        )
-        at += share * _WIDTH
-    label = f"rank {trace.rank}: {', '.join(told)}"
-    return (
-        f'<figure><svg viewBox="0 0 {_WIDTH} 22" width="{_WIDTH}" height="22" role="img"'
-        f' aria-label="{label}">{"".join(parts)}</svg><figcaption>{label}</figcaption></figure>'
-    )
+    whole = sum(s.seconds for s in trace.steps) or 1.0
+    shares = {part: sum(getattr(s, part) for s in trace.steps) / whole for part in PARTS}
+    said = ", ".join(f"{_told(part)} {100 * share:.0f} %" for part, share in shares.items())
+    label = f"Rank {trace.rank}: {said}"
+    drawn = bar(((_told(part), PARTS[part], share) for part, share in shares.items()), label)
+    return figure(drawn, f"Rank {trace.rank}", unit=said)
 
 
-def _longest(trace: RankTrace) -> str:
-    rows = [[n[:100], f"{1e3 * s:.2f}", f"{c}"] for n, s, c in trace.ops]
-    return f"<h3>Rank {trace.rank}</h3>" + table(["name", "ms", "calls"], rows)
+def _longest(trace: RankTrace) -> Html:
+    rows = [[n[:100], f"{1e3 * s:.2f}", f"{c:,}"] for n, s, c in trace.ops]
+    heads = ("name", "ms", "calls")
+    return table(heads, rows, numbers=(1, 2), caption=f"Rank {trace.rank}") if rows else Html("")

@@ -1,28 +1,29 @@
-"""A sweep as one HTML page that needs nothing else: the curve, the table, the check, the advice."""
+"""A sweep as one HTML page that needs nothing else: the advice, the curve, the table, the check."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from html import escape
 
+from hybrid.pages import (
+    Html,
+    Tone,
+    bullets,
+    document,
+    figure,
+    paragraph,
+    prose,
+    section,
+    sentence,
+    table,
+    tag,
+    toned,
+)
 from hybrid.planning.sweep import MODES, Sweep, law
+from hybrid.plots import Axis, Plot, ticks
 
-STYLE = """
-:root { color-scheme: light dark; --line: #8884; --a: #0969da; --b: #bf3989; --good: #1a7f37;
-  --bad: #cf222e; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; margin: 1rem 0; font-size: 14px; }
-td, th { border-bottom: 1px solid var(--line); padding: .3rem .6rem; text-align: right;
-  font-variant-numeric: tabular-nums; }
-td:first-child, th:first-child, td.t { text-align: left; }
-figure { margin: 1rem 0; } figcaption { font-size: 13px; }
-svg { background: #8881; max-width: 100%; }
-svg text { font-size: 11px; fill: currentColor; } .passed { color: var(--good); }
-.failed, .warning { color: var(--bad); } small, .note { opacity: .8; }
-"""
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 720, 300, 72, 16, 14, 36
+_TONES: dict[str, Tone] = {"passed": "good", "failed": "bad", "not measured": "mid"}
 
 
 def to_html(sweeps: Sequence[Sweep], *, name: str, when: float) -> str:
@@ -33,43 +34,43 @@ def to_html(sweeps: Sequence[Sweep], *, name: str, when: float) -> str:
         when: UNIX time.
     """
     day = datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    title = f"How {name} scales"
-    parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
-        f"<h1>{escape(title)}</h1><p>{day}. The real training job, timed after a warm-up; medians"
-        " of the steps, spread is half of their middle half.</p>",
+    said = [f"{s.recommendation.workers} by {s.mode} scaling" for s in sweeps]
+    return document(
+        f"Workers worth having for {name}: {', '.join(said)}",
+        paragraph(
+            f"{day}. The real training job, timed after a warm-up; medians of the steps, spread is"
+            " half of their middle half.",
+            class_="soft",
+        ),
         *(_section(sweep) for sweep in sweeps),
-    ]
-    return "\n".join(parts) + "\n</body></html>\n"
-
-
-def _section(sweep: Sweep) -> str:
-    advice, check = sweep.recommendation, sweep.check
-    causes = "".join(f"<li>{escape(cause)}</li>" for cause in check.causes)
-    notes = "".join(f'<li class="note">{escape(note)}</li>' for note in sweep.fit.notes)
-    fewest, most = advice.elastic
-    return "\n".join(
-        [
-            f"<h2>{sweep.mode.capitalize()} scaling</h2><p>{escape(MODES[sweep.mode])}.</p>",
-            f"<p><strong>training.workers: {advice.workers}</strong>, elastic"
-            f" <strong>[{fewest}, {most}]</strong>. {escape(advice.why)}.</p>",
-            chart(sweep),
-            _table(sweep),
-            f'<p class="{check.outcome.replace(" ", "-")}"><strong>{escape(check.name)}'
-            f" {check.outcome}</strong>: {escape(check.text)}.</p>"
-            + (f"<p>Likely causes:</p><ul>{causes}</ul>" if causes else ""),
-            f"<p>{escape(law(sweep.fit))}.</p><ul>{notes}</ul>",
-        ]
     )
 
 
-def _table(sweep: Sweep) -> str:
-    head = ["workers", "tokens/s", "spread", "speed-up", "efficiency", "tokens/$", "law says"]
-    rows = []
-    for r in sweep.rows:
-        cells = [
+def _section(sweep: Sweep) -> Html:
+    advice, check = sweep.recommendation, sweep.check
+    fewest, most = advice.elastic
+    verdict = toned(f"{check.name} {check.outcome}", _TONES[check.outcome])
+    return section(
+        sentence(f"{sweep.mode} scaling"),
+        paragraph(
+            tag("strong", f"training.workers: {advice.workers}"), ", elastic ",
+            tag("strong", f"[{fewest}, {most}]"), ": ", prose(advice.why), ".",
+        ),
+        paragraph(sentence(MODES[sweep.mode]) + ".", class_="note"),
+        paragraph(verdict, f": {check.text}."),
+        paragraph("Likely causes:" if check.causes else ""),
+        bullets(map(prose, check.causes)),
+        chart(sweep),
+        _table(sweep),
+        paragraph(f"{law(sweep.fit)}."),
+        bullets(sweep.fit.notes, class_="note"),
+    )  # fmt: skip
+
+
+def _table(sweep: Sweep) -> Html:
+    heads = ("workers", "tokens/s", "spread", "speed-up", "efficiency", "tokens/$", "law says")
+    rows = [
+        (
             f"{r.workers}",
             f"{r.rate:,.0f}",
             f"± {100 * r.spread:.1f} %",
@@ -77,68 +78,50 @@ def _table(sweep: Sweep) -> str:
             f"{100 * r.efficiency:.0f} %",
             "" if r.tokens_per_usd is None else f"{r.tokens_per_usd:,.0f}",
             "" if r.predicted is None else f"{r.predicted:,.0f}",
-        ]
-        rows.append("<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>")
-    top = "".join(f"<th>{h}</th>" for h in head)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        )
+        for r in sweep.rows
+    ]
+    return table(heads, rows, numbers=range(7))
 
 
-def chart(sweep: Sweep) -> str:
-    """Tokens a second over workers as SVG: points with their spread, the law, and ideal growth."""
+def chart(sweep: Sweep) -> Html:
+    """Tokens a second over workers: points with their spread, the law, and ideal growth."""
     last = sweep.rows[-1].workers
     knee = sweep.fit.knee.value if sweep.fit.knee else math.nan
     right = max(last * 1.25, last + 1, sweep.recommendation.elastic[1] * 1.1)
     if knee <= 3 * last:
         right = max(right, 1.15 * knee)
-    top = 1.12 * max(r.rate * (1 + r.spread) for r in sweep.rows)
+    top = max(r.rate * (1 + r.spread) for r in sweep.rows)
     if sweep.fit.model != "none":
-        top = max(top, 1.12 * sweep.fit.rate(min(right, knee) if knee == knee else right))
-
-    def x(workers: float) -> float:
-        return _LEFT + workers / right * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(rate: float) -> float:
-        return _HEIGHT - _BOTTOM - rate / top * (_HEIGHT - _TOP - _BOTTOM)
-
-    def line(rate: Callable[[float], float], style: str) -> str:
-        at = [1 + (right - 1) * i / 120 for i in range(121)]
-        points = " ".join(f"{x(n):.1f},{y(rate(n)):.1f}" for n in at if rate(n) <= top)
-        return f'<polyline points="{points}" fill="none" {style}/>'
-
-    one = next((r.rate for r in sweep.rows if r.workers == 1), sweep.fit.gamma)
-    base = _HEIGHT - _BOTTOM
-    parts = [
-        f'<path d="M{_LEFT} {_TOP}V{base}H{_WIDTH - _RIGHT}" fill="none" stroke="currentColor"'
-        ' stroke-opacity=".5"/>',
-        line(
-            lambda n: one * n, 'stroke="currentColor" stroke-opacity=".45" stroke-dasharray="4 4"'
-        ),
-    ]
-    if sweep.fit.model != "none":
-        parts.append(line(sweep.fit.rate, 'stroke="var(--a)" stroke-width="1.8"'))
-    if knee <= right:
-        parts.append(
-            f'<line x1="{x(knee):.1f}" x2="{x(knee):.1f}" y1="{_TOP}" y2="{base}"'
-            f' stroke="var(--b)" stroke-dasharray="3 3"/><text x="{x(knee) + 4:.1f}"'
-            f' y="{_TOP + 10}">knee {knee:.1f}</text>'
-        )
-    for r in sweep.rows:
-        low, high = y(r.rate * (1 - r.spread)), y(r.rate * (1 + r.spread))
-        at = x(r.workers)
-        parts.append(
-            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="var(--a)"/>'
-            f'<circle cx="{at:.1f}" cy="{y(r.rate):.1f}" r="4" fill="var(--a)"><title>{r.workers}'
-            f" workers: {r.rate:,.0f} tokens/s, speed-up {r.speedup:.2f}</title></circle>"
-            f'<text x="{at:.1f}" y="{base + 16}" text-anchor="middle">{r.workers}</text>'
-        )
-    parts.append(
-        f'<text x="4" y="{_TOP + 8}">{top:,.0f}</text><text x="4" y="{base}">0</text>'
-        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">workers</text>'
+        top = max(top, sweep.fit.rate(min(right, knee) if knee == knee else right))
+    apart = [last]  # counts whose labels do not run into one another
+    for count in sorted((r.workers for r in sweep.rows), reverse=True):
+        if apart[-1] - count >= right * 0.02 * (1 + len(str(count))):
+            apart.append(count)
+    marked = ticks(0, 1.12 * top)
+    plot = Plot(
+        Axis(low=0, high=right, ticks=apart, told=lambda n: f"{n:.0f}"),
+        Axis(low=0, high=marked[-1], ticks=marked, told=lambda rate: f"{rate:,.0f}"),
+        across="workers",
+        height=280,
     )
+    one = next((r.rate for r in sweep.rows if r.workers == 1), sweep.fit.gamma)
+    ideal = min(right, marked[-1] / one)
+    plot.curve([(0, 0), (ideal, one * ideal)], "grey", dashed=True)
+    if sweep.fit.model != "none":
+        at = [1 + (right - 1) * i / 120 for i in range(121)]
+        rates = [(n, sweep.fit.rate(n)) for n in at]
+        plot.curve([(n, rate) for n, rate in rates if rate <= marked[-1]], "blue")
+    if knee <= right:
+        plot.mark(knee, "pink", f"knee {knee:.1f}", written=True)
+    for r in sweep.rows:
+        plot.whisker(r.workers, r.rate * (1 - r.spread), r.rate * (1 + r.spread), "blue")
+        said = f"{r.workers} workers: {r.rate:,.0f} tokens/s, speed-up {r.speedup:.2f}"
+        plot.dot(r.workers, r.rate, "blue", said)
     told = "; ".join(f"{r.workers}: {r.rate:,.0f}" for r in sweep.rows)
-    return (
-        f'<figure><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}"'
-        f' role="img" aria-label="tokens a second by workers: {told}">{"".join(parts)}</svg>'
-        "<figcaption>tokens a second over workers; dashed: each worker as fast as the first; line:"
-        " the fitted law</figcaption></figure>"
+    return figure(
+        plot.svg(f"tokens a second by workers: {told}"),
+        "Throughput",
+        unit="tokens/s",
+        note="Dashed: each worker as fast as the first. Line: the fitted law.",
     )

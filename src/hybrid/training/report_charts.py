@@ -1,32 +1,53 @@
-"""Charts as inline SVG: lines over steps, and one stacked bar. Colours come from the page's CSS."""
+"""Curves over optimiser steps: what is drawn of them, and what a reader finds under the pointer."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+
+from hybrid.pages import Colour, Html, figure, group, key, tag
+from hybrid.plots import Axis, Plot, number, ticks
 
 Points = Sequence[tuple[int, float]]
-
-WIDTH, HEIGHT = 720, 240
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 34
 MOST_POINTS = 600
+SCRIPT = """
+for (const svg of document.querySelectorAll("svg[data-chart]")) {
+  const data = JSON.parse(svg.dataset.chart), cursor = svg.querySelector(".cursor");
+  const reading = svg.parentNode.querySelector(".reading"), span = data.high - data.low;
+  const show = (event) => {
+    const box = svg.getBoundingClientRect();
+    const wanted = data.low + (event.clientX - box.left) / box.width * span;
+    const nearest = data.lines.map((line) => line.points.reduce(
+      (best, p) => Math.abs(p[0] - wanted) < Math.abs(best[0] - wanted) ? p : best));
+    const across = `${100 * (nearest[0][0] - data.low) / span}%`;
+    cursor.setAttribute("x1", across); cursor.setAttribute("x2", across);
+    cursor.setAttribute("visibility", "visible");
+    reading.textContent = data.lines.map(
+      (line, i) => `step ${nearest[i][0]}: ${line.name} ${nearest[i][1]}`).join("   ");
+  };
+  svg.addEventListener("pointermove", show);
+  svg.addEventListener("pointerdown", show);
+  svg.addEventListener("pointerleave", () => {
+    cursor.setAttribute("visibility", "hidden"); reading.textContent = "";
+  });
+}
+"""
+"""What a page with `line_chart` needs: the values under the pointer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One curve: its name, the CSS class of its colour, (step, value) in order of step."""
+    """One curve: its name, its colour, (step, value) in order of step."""
 
     name: str
-    style: str
+    colour: Colour
     points: Points
     dots: bool = False
 
 
-def line_chart(title: str, unit: str, lines: Sequence[Line], restarts: Sequence[int] = ()) -> str:
-    """An SVG of curves over optimiser steps, or a sentence where there is nothing to draw.
+def line_chart(title: str, unit: str, lines: Sequence[Line], restarts: Sequence[int] = ()) -> Html:
+    """A figure of curves over optimiser steps, or a sentence where there is nothing to draw.
 
     Args:
         title: shown above and read aloud.
@@ -35,107 +56,39 @@ def line_chart(title: str, unit: str, lines: Sequence[Line], restarts: Sequence[
     """
     lines = [line for line in lines if line.points]
     if not lines:
-        return f'<figure><figcaption>{escape(title)}</figcaption><p class="none">none</p></figure>'
-    xs = [step for line in lines for step, _ in line.points]
-    ys = [value for line in lines for _, value in line.points]
-    y_ticks = ticks(min(ys), max(ys))
-    x_ticks = [t for t in ticks(min(xs), max(xs)) if min(xs) <= t <= max(xs) and t == int(t)]
-    x_low, x_high = min(xs), max(max(xs), min(xs) + 1)
-    y_low, y_high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
-
-    def x(step: float) -> float:
-        return LEFT + (step - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
-
-    def y(value: float) -> float:
-        return HEIGHT - BOTTOM - (value - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
-
-    parts = []
-    for tick in y_ticks:
-        at = f"{y(tick):.1f}"
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{at}" dy="4">{number(tick)}</text>')
-    for tick in x_ticks:
-        at, below = f"{x(tick):.1f}", HEIGHT - BOTTOM + 16
-        parts.append(f'<text class="tick x" x="{at}" y="{below}">{tick:,.0f}</text>')
-    parts.append(f'<text class="tick x" x="{WIDTH - RIGHT}" y="{HEIGHT - 4}">step</text>')
+        return figure("nothing was recorded", title, unit=unit)
+    steps = [step for line in lines for step, _ in line.points]
+    low, high = min(steps), max(max(steps), min(steps) + 1)
+    whole = [t for t in ticks(low, high, 4) if low <= t <= high and t == int(t)]
+    plot = Plot(
+        Axis(low=low, high=high, ticks=whole, told=lambda step: f"{step:,.0f}"),
+        Axis.upwards(value for line in lines for _, value in line.points),
+        across="step",
+    )
     for step in restarts:
-        if x_low <= step <= x_high:
-            at = f"{x(step):.1f}"
-            parts.append(
-                f'<line class="restart" x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
-                f"<title>restart after step {step}</title></line>"
-            )
-    readings = []
+        if low <= step <= high:
+            plot.mark(step, "red", f"restart after step {step}")
+    read = []
     for line in lines:
         points = thinned(line.points)
-        readings.append({"name": line.name, "points": [[s, number(v)] for s, v in points]})
-        path = " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in points)
+        read.append({"name": line.name, "points": [[s, number(v)] for s, v in points]})
         if len(points) > 1:
-            parts.append(f'<polyline class="curve {line.style}" points="{path}"/>')
+            plot.curve(points, line.colour)
         if line.dots or len(points) == 1:
-            parts += [
-                f'<circle class="dot {line.style}" cx="{x(s):.1f}" cy="{y(v):.1f}" r="4"/>'
-                for s, v in points
-            ]
-    parts.append(f'<line class="cursor" y1="{TOP}" y2="{HEIGHT - BOTTOM}" visibility="hidden"/>')
-    key = "".join(f'<span><i class="{line.style}"></i>{escape(line.name)}</span>' for line in lines)
+            for step, value in points:
+                plot.dot(step, value, line.colour, f"step {step}: {line.name} {number(value)}")
+    plot.cursor()
     last = "; ".join(f"{line.name} ends at {number(line.points[-1][1])}" for line in lines)
-    label = escape(f"{title}, {unit}, steps {min(xs)} to {max(xs)}: {last}")
-    data = escape(json.dumps({"low": x_low, "high": x_high, "lines": readings}), quote=True)
-    return (
-        f"<figure><figcaption>{escape(title)} <small>{escape(unit)}</small></figcaption>"
-        + (f'<p class="key">{key}</p>' if len(lines) > 1 else "")
-        + f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}"'
-        f' data-chart="{data}">{"".join(parts)}</svg><p class="reading" aria-hidden="true"></p>'
-        "</figure>"
+    drawn = plot.svg(
+        f"{title}, {unit}, steps {min(steps)} to {max(steps)}: {last}",
+        data_chart=json.dumps({"low": low, "high": high, "lines": read}),
     )
-
-
-def stacked_bar(label: str, shares: Sequence[tuple[str, str, float]]) -> str:
-    """An SVG bar of shares that add up to one.
-
-    Args:
-        shares: (name, CSS class, share of one) from left to right.
-    """
-    at, parts = 0.0, []
-    for name, style, share in shares:
-        width = share * WIDTH
-        if width > 0.05:
-            gap = 1.5 if width > 4 else 0.0
-            parts.append(
-                f'<rect class="{style}" x="{at:.2f}" y="0" width="{max(width - gap, 0.05):.2f}"'
-                f' height="36"><title>{escape(name)}: {100 * share:.1f} %</title></rect>'
-            )
-        at += width
-    return (
-        f'<svg class="bar" viewBox="0 0 {WIDTH} 36" preserveAspectRatio="none" role="img"'
-        f' aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    return figure(
+        group(drawn, tag("p", class_="reading", aria_hidden="true")),
+        title,
+        unit=unit,
+        legend=key((line.name, line.colour) for line in lines) if len(lines) > 1 else "",
     )
-
-
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round values from at or below `low` to at or above `high`, about that many.
-
-    A span that floats can hardly tell from none is drawn as none: padded around its middle.
-    """
-    if high - low <= 1e-12 * max(abs(low), abs(high)) or high - low < 1e-300:
-        pad = max(abs(low), abs(high)) * 0.1
-        pad = pad if pad > 1e-300 else 1.0
-        low, high = low - pad, high + pad
-    raw = (high - low) / about
-    size = 10.0 ** math.floor(math.log10(raw))
-    step = next(size * m for m in (1, 2, 2.5, 5, 10) if size * m >= raw * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [n * step for n in range(first, last + 1)]
-
-
-def number(value: float) -> str:
-    """A value in as few characters as tell it apart."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1e3:
-        return f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
-    return f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.2e}"
 
 
 def flops(value: float) -> str:
