@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+NAMESPACE = "hybrid"
+"""Ray's, of all actors."""
 LABEL = "pool"
 NODE_ID_LABEL = "ray.io/node-id"
 """Ray puts its own id of each node under this label."""

@@ -115,7 +115,7 @@ def ready(
     for name, value in (("--workers", count), ("--steps", steps), ("--warmup", warmup)):
         if value < 1:
             raise ConfigError(f"{name} {value}: expected 1 or more")
-    with type(project)(with_training(config, workers=count)).ray():
+    with type(project)(with_training(config, workers=count)).ray(training_only=True):
         from hybrid.training.trainer import made_data
 
         data = dataclasses.replace(made_data(config, say), holdout=None)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from hybrid import config as configs
 from hybrid.client import request
 from hybrid.cluster.local import LocalCluster, State
 from hybrid.config import AgentConfig, ProjectConfig
-from hybrid.errors import NotFound, Unavailable
+from hybrid.errors import Conflict, NotFound, Unavailable
 from hybrid.planning_verbs import PlanningVerbs
 from hybrid.project_runs import Runs
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
     from hybrid.registry import Manifest, Registry, Release
 
-NAMESPACE = "hybrid"
 Progress = Callable[[dict[str, Any]], None]
 
 
@@ -80,7 +78,7 @@ class Project(PlanningVerbs):
         Raises:
             DataError, ConfigError, TrainingError, PlacementError, RegistryError.
         """
-        with self.ray():
+        with self.ray(training_only=True):
             from hybrid.audits import gate
             from hybrid.training.trainer import train_base
 
@@ -126,7 +124,7 @@ class Project(PlanningVerbs):
             )
         release = self._release()
         digest = registry.resolve(base).manifest.digest if base else release.base_digest
-        with self.ray():
+        with self.ray(training_only=True):
             from hybrid.training.specialise import specialise
 
             done = specialise(
@@ -153,30 +151,15 @@ class Project(PlanningVerbs):
 
     # --- running ------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def ray(self) -> Iterator[None]:
-        """A connection to Ray for the length of a verb; nested uses share the outer one."""
-        if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-            yield
-            return
-        state = self.local.state()
-        own = None
-        if state is None and "RAY_ADDRESS" not in os.environ:
-            state = own = self.local.start(bound=True)
-        try:
-            if state is not None:
-                self.local.enter(state)
-            import ray  # only now: it reads its authentication settings when it is imported
+    def ray(self, *, training_only: bool = False) -> contextlib.AbstractContextManager[None]:
+        """A connection to Ray for the length of a verb; nested uses share the outer one.
 
-            ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning")
-            try:
-                yield
-            finally:
-                ray.shutdown()
-        finally:
-            if own is not None:
-                self.local.stop()
-                os.environ.pop("RAY_ADDRESS", None)
+        Args:
+            training_only: a local cluster started for it is one for training only.
+        """
+        from hybrid.cluster.connection import connection
+
+        return connection(self.local, training_only=training_only)
 
     def up(self, *, bound: bool = False, on_step: Callable[[str], None] | None = None) -> str:
         """Serve the release and start the agents. Returns the endpoint's base URL.
@@ -191,6 +174,8 @@ class Project(PlanningVerbs):
         step = on_step or (lambda text: None)
         release = self._release()
         state = self.local.state()
+        if state is not None and state.training_only:
+            raise Conflict("a training runs in a cluster of its own: wait for it, or end it first")
         started = False
         if state is None and "RAY_ADDRESS" not in os.environ:
             from hybrid.deploy import check_port

@@ -26,7 +26,7 @@ class Runs:
 
     def preflight(self) -> list[Check]:
         """The checks that `train` makes first, all of them, and nothing else."""
-        with self._project.ray():
+        with self._project.ray(training_only=True):
             from hybrid.training.preflight_nodes import preflight
 
             return preflight(self._project.config)
@@ -43,7 +43,7 @@ class Runs:
         Raises:
             TrainingError: no combination works. PlacementError, ConfigError: see `train`.
         """
-        with self._project.ray():
+        with self._project.ray(training_only=True):
             from hybrid.config import TrainingConfig
             from hybrid.training.auto import try_strategies
             from hybrid.training.loop import Job

@@ -9,9 +9,8 @@ import uuid
 from typing import Any
 
 from hybrid.errors import PlacementError
-from hybrid.pools import AGENTS
+from hybrid.pools import AGENTS, NAMESPACE
 
-NAMESPACE = "hybrid"
 HOST_PREFIX = "hybrid-host-"
 PLACE_S = 30.0
 """A host that is not up after this long says what the cluster lacks."""

@@ -15,7 +15,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from hybrid._ray_compat import draining_nodes
-from hybrid.agents.fleet import NAMESPACE, PLACE_S, Host, adopt_hosts, start_host
+from hybrid.agents.fleet import PLACE_S, Host, adopt_hosts, start_host
 from hybrid.agents.mailbox import Mailbox
 from hybrid.agents.payloads import payloads_of
 from hybrid.agents.scaling import Scaler
@@ -23,7 +23,7 @@ from hybrid.agents.store import connect
 from hybrid.agents.upkeep import Upkeep
 from hybrid.config import ProjectConfig
 from hybrid.errors import HybridError, PlacementError, StoreUnavailable, Unavailable
-from hybrid.pools import HEAD
+from hybrid.pools import HEAD, NAMESPACE
 
 log = logging.getLogger(__name__)
 SWARM = "hybrid-swarm"

@@ -60,6 +60,7 @@ class State:
     token_path: str
     store_url: str | None
     bound: bool
+    training_only: bool
 
 
 class LocalCluster:
@@ -86,11 +87,15 @@ class LocalCluster:
         self.state_file.unlink(missing_ok=True)
         return None
 
-    def start(self, *, bound: bool = False, timeout_s: float = 120) -> State:
+    def start(
+        self, *, bound: bool = False, training_only: bool = False, timeout_s: float = 120
+    ) -> State:
         """Start the supervisor and wait until the nodes and the store are up.
 
         Args:
             bound: the cluster ends when this process does, however it ends.
+            training_only: without agents pool, store and dashboard, whose processes would take a
+                tenth of two cores from the workers.
             timeout_s: seconds to wait.
 
         Raises:
@@ -101,7 +106,7 @@ class LocalCluster:
             raise Conflict(f"a local cluster runs already ({self.state_file}); `hybrid down` first")
         self.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         spec = self.dir / "spec.json"
-        spec.write_text(json.dumps(self._spec(bound)))
+        spec.write_text(json.dumps(self._spec(bound, training_only)))
         log_path = self.dir / "supervisor.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(
@@ -154,7 +159,7 @@ class LocalCluster:
             raise Unavailable(f"the local cluster (pid {state.pid}) does not end; see {self.dir}")
         return True
 
-    def _spec(self, bound: bool) -> dict[str, Any]:
+    def _spec(self, bound: bool, training_only: bool) -> dict[str, Any]:
         training, serving = self.config.training, self.config.serving
         slots = training.most_workers + serving.replicas
         return {
@@ -167,9 +172,10 @@ class LocalCluster:
                     training.most_workers * training.cpus_per_worker + serving.replicas + 1
                 ),
             },
-            "agents": {"nodes": max(1, self.config.agents.swarm.hosts)},
+            "dashboard": not training_only,
+            "agents": {"nodes": 0 if training_only else max(1, self.config.agents.swarm.hosts)},
             "store": None
-            if self.config.store.url
+            if self.config.store.url or training_only
             else {"dir": str(self.config.run.dir / "store"), "fsync": self.config.store.fsync},
         }
 
@@ -246,6 +252,7 @@ def supervise(spec: dict[str, Any]) -> None:
             token_path=str(token),
             store_url=store.url if store else None,
             bound=spec["bound"],
+            training_only=not spec["dashboard"],
         )
         new = state_file.with_suffix(".new")
         new.touch(mode=0o600)
@@ -292,7 +299,7 @@ def _start_nodes(spec: dict[str, Any]) -> tuple[str, str]:
     cluster.add_node(
         num_cpus=1,
         object_store_memory=_OBJECT_STORE,
-        include_dashboard=True,
+        include_dashboard=spec["dashboard"],
         dashboard_host="127.0.0.1",
         dashboard_port=port,
         # The default port is another cluster's, if one runs here; without it no job is taken.
