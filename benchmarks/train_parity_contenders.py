@@ -60,7 +60,7 @@ def say(line: str) -> None:
 
 @dataclass
 class Contender(abc.ABC):
-    """A training under way, whose processes are let run only in its turns."""
+    """A training under way, whose processes, the launcher's too, are let run only in its turns."""
 
     name: str
     folder: Path
@@ -68,7 +68,6 @@ class Contender(abc.ABC):
     rounds: int
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
     rates: list[float] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -106,16 +105,16 @@ class Contender(abc.ABC):
                 said = (self.folder / "stderr").read_text()[-3000:]
                 raise SystemExit(f"{self.name} did not begin to train:\n{said}")
             return False
-        self.ranks = [pid for pid, command in marked(self.mark) if self.is_rank(command)]
-        if len(self.ranks) != WORKERS:
-            raise SystemExit(f"{self.name}: {WORKERS} ranks expected, found {self.ranks}")
+        ranks = sum(self.is_rank(command) for _, command in marked(self.mark))
+        if ranks != WORKERS:
+            raise SystemExit(f"{self.name}: {WORKERS} ranks expected, found {ranks}")
         self.send(signal.SIGSTOP)
         say(f"{self.name} trains")
         return True
 
     def send(self, number: signal.Signals) -> None:
-        """To both ranks."""
-        for pid in self.ranks:
+        """To all its processes."""
+        for pid, _ in marked(self.mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -134,7 +133,7 @@ class Contender(abc.ABC):
         self.rates.append(self.size.tokens * self.size.turn / (times[-1] - times[0]))
 
     def end(self) -> None:
-        """Let the ranks run, and end what is left through the launcher."""
+        """Let it run, and end what is left through the launcher."""
         self.send(signal.SIGCONT)
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)

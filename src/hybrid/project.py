@@ -169,13 +169,14 @@ class Project(PlanningVerbs):
             on_step: called with what is being done.
 
         Raises:
-            NotFound: nothing is published. Another HybridError: what could not start.
+            Conflict: a training runs in a cluster of its own. NotFound: nothing is published.
+            Another HybridError: what could not start.
         """
         step = on_step or (lambda text: None)
-        release = self._release()
         state = self.local.state()
         if state is not None and state.training_only:
             raise Conflict("a training runs in a cluster of its own: wait for it, or end it first")
+        release = self._release()
         started = False
         if state is None and "RAY_ADDRESS" not in os.environ:
             from hybrid.deploy import check_port

@@ -68,9 +68,8 @@ def scale(
     counts = _counts(config, workers, modes, steps, warmup)
     say = on_progress or (lambda record: None)
     wide = with_training(config, workers=counts[-1])
-    with type(project)(wide).ray(
-        training_only=True
-    ):  # a cluster of its own must have slots for the most
+    # A cluster of its own must have slots for the most.
+    with type(project)(wide).ray(training_only=True):
         from hybrid.training.trainer import made_data
 
         data = dataclasses.replace(made_data(config, say), holdout=None)

@@ -56,11 +56,11 @@ class State:
     pid: int
     started: float
     ray_address: str
-    dashboard: str
+    dashboard: str | None
     token_path: str
     store_url: str | None
     bound: bool
-    training_only: bool
+    training_only: bool = False
 
 
 class LocalCluster:
@@ -290,8 +290,8 @@ def _wait(bound: bool, store: EmbeddedStore | None) -> None:
                 pass
 
 
-def _start_nodes(spec: dict[str, Any]) -> tuple[str, str]:
-    """Head, gpu node, agents nodes. Returns (GCS address, dashboard URL)."""
+def _start_nodes(spec: dict[str, Any]) -> tuple[str, str | None]:
+    """Head, gpu node, agents nodes. Returns (GCS address, dashboard URL if there is one)."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(shutdown_at_exit=False)
@@ -325,7 +325,7 @@ def _start_nodes(spec: dict[str, Any]) -> tuple[str, str]:
             resources=AGENTS.resources(1),
         )
     cluster.wait_for_nodes(timeout=60)
-    return cluster.address, f"http://127.0.0.1:{port}"
+    return cluster.address, f"http://127.0.0.1:{port}" if spec["dashboard"] else None
 
 
 def _visible_gpus() -> int:
