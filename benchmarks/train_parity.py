@@ -10,10 +10,10 @@ of one thread each:
 - Trainer: transformers', under torchrun, which on processors is DDP; so is ours beside it
 - `ours, compiled` and `Trainer, compiled`: the same two with torch.compile
 
-Those that are compared are all started, then stopped (SIGSTOP; what launched them and Ray's
-processes too) but for the one whose turn it is, some whole steps each, round after round: a shared
-machine drifts by more than what is to be told apart. The median of the rounds counts, and a ratio
-is the median of the rounds' ratios; the quartiles of those say how much it can tell.
+Those that are compared are all started, then stopped (SIGSTOP; Ray's processes with ours) but for
+the one whose turn it is, some whole steps each, round after round: a shared machine drifts by more
+than what is to be told apart. The median of the rounds counts, and a ratio is the median of the
+rounds' ratios; the quartiles of those say how much it can tell.
 
 - `vs_torchrun`: tokens/s with FSDP2
 - `vs_trainer`: tokens/s of ours, compiled, over those of the Trainer, compiled or not, whichever is

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from train_parity_peers import TORCHRUN, TRAINER
 
@@ -24,6 +25,9 @@ MODEL = {
     "max_position_embeddings": 128, "tie_word_embeddings": True,
 }  # fmt: skip
 SEQUENCE, MICRO_BATCHES, WORKERS = 128, 4, 2
+THAW_S = 2.0
+"""Ray's processes are let go this long before the ranks: they first do all at once what they would
+have done meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +64,15 @@ def say(line: str) -> None:
 
 @dataclass
 class Contender(abc.ABC):
-    """A training under way, whose processes, the launcher's too, are let run only in its turns."""
+    """A training under way, whose ranks are let run only in its turns."""
 
     name: str
     folder: Path
     size: Size
     rounds: int
+    stops_all: ClassVar[bool] = False
+    """Whether what stands beside the ranks is stopped with them; torchrun's launcher, which does
+    nothing meanwhile, would take its ranks for lost."""
     mark: str = field(default_factory=lambda: secrets.token_hex(8))
     rates: list[float] = field(default_factory=list)
 
@@ -109,12 +116,15 @@ class Contender(abc.ABC):
         if ranks != WORKERS:
             raise SystemExit(f"{self.name}: {WORKERS} ranks expected, found {ranks}")
         self.send(signal.SIGSTOP)
+        self.send(signal.SIGSTOP, ranks=False)
         say(f"{self.name} trains")
         return True
 
-    def send(self, number: signal.Signals) -> None:
-        """To all its processes."""
-        for pid, _ in marked(self.mark):
+    def send(self, number: signal.Signals, *, ranks: bool = True) -> None:
+        """To the ranks, or to what is stopped with them."""
+        for pid, command in marked(self.mark):
+            if self.is_rank(command) != ranks or not (ranks or self.stops_all):
+                continue
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -123,17 +133,21 @@ class Contender(abc.ABC):
         before = len(self.times())
         wanted = before + 1 + self.size.turn  # the first one was under way when it was stopped
         deadline = time.monotonic() + 120
+        self.send(signal.SIGCONT, ranks=False)
+        time.sleep(THAW_S)
         self.send(signal.SIGCONT)
         while len(self.times()) < wanted:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{self.name} has ended, or its steps take too long")
             time.sleep(0.05)
         self.send(signal.SIGSTOP)
+        self.send(signal.SIGSTOP, ranks=False)
         times = self.times()[before:wanted]
         self.rates.append(self.size.tokens * self.size.turn / (times[-1] - times[0]))
 
     def end(self) -> None:
         """Let it run, and end what is left through the launcher."""
+        self.send(signal.SIGCONT, ranks=False)
         self.send(signal.SIGCONT)
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
@@ -151,6 +165,7 @@ class Ours(Contender):
     """`jobs/train.py`."""
 
     strategy = "fsdp"
+    stops_all = True
     compiled = False
 
     def command(self) -> list[str]:

@@ -47,6 +47,12 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+QUIET = {
+    "RAY_num_workers_soft_limit": "0",  # an idle worker wakes a hundred times a second
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody will drain one of these nodes
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
+}
+"""Of a cluster for training only: Ray's own processes took a tenth of two cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +100,7 @@ class LocalCluster:
 
         Args:
             bound: the cluster ends when this process does, however it ends.
-            training_only: without agents pool, store and dashboard, whose processes would take a
-                tenth of two cores from the workers.
+            training_only: without agents pool, store and dashboard, see `QUIET`.
             timeout_s: seconds to wait.
 
         Raises:
@@ -141,6 +146,8 @@ class LocalCluster:
     def enter(self, state: State) -> None:
         """Set the environment through which Ray's clients find and may enter this cluster."""
         os.environ.update(ENVIRONMENT)
+        if state.training_only:
+            os.environ.update(QUIET)
         os.environ["RAY_AUTH_TOKEN_PATH"] = state.token_path
         os.environ["RAY_ADDRESS"] = state.ray_address
 
@@ -172,7 +179,7 @@ class LocalCluster:
                     training.most_workers * training.cpus_per_worker + serving.replicas + 1
                 ),
             },
-            "dashboard": not training_only,
+            "training_only": training_only,
             "agents": {"nodes": 0 if training_only else max(1, self.config.agents.swarm.hosts)},
             "store": None
             if self.config.store.url or training_only
@@ -222,6 +229,8 @@ def supervise(spec: dict[str, Any]) -> None:
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
     os.environ.update(ENVIRONMENT)
+    if spec["training_only"]:
+        os.environ.update(QUIET)
     # Behaviours beside the project file can be named by dotted path.
     paths = [spec["code"], *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -252,7 +261,7 @@ def supervise(spec: dict[str, Any]) -> None:
             token_path=str(token),
             store_url=store.url if store else None,
             bound=spec["bound"],
-            training_only=not spec["dashboard"],
+            training_only=spec["training_only"],
         )
         new = state_file.with_suffix(".new")
         new.touch(mode=0o600)
@@ -299,7 +308,9 @@ def _start_nodes(spec: dict[str, Any]) -> tuple[str, str | None]:
     cluster.add_node(
         num_cpus=1,
         object_store_memory=_OBJECT_STORE,
-        include_dashboard=spec["dashboard"],
+        include_dashboard=not spec["training_only"],
+        include_log_monitor=not spec["training_only"],
+        no_monitor=spec["training_only"],
         dashboard_host="127.0.0.1",
         dashboard_port=port,
         # The default port is another cluster's, if one runs here; without it no job is taken.
@@ -325,7 +336,7 @@ def _start_nodes(spec: dict[str, Any]) -> tuple[str, str | None]:
             resources=AGENTS.resources(1),
         )
     cluster.wait_for_nodes(timeout=60)
-    return cluster.address, f"http://127.0.0.1:{port}" if spec["dashboard"] else None
+    return cluster.address, f"http://127.0.0.1:{port}" if not spec["training_only"] else None
 
 
 def _visible_gpus() -> int:
