@@ -52,7 +52,8 @@ QUIET = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody will drain one of these nodes
     "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
-"""Of a cluster for training only: Ray's own processes took a tenth of two cores."""
+"""Of the nodes of a cluster for training only: Ray's own processes took a tenth of two cores. Never
+of the command's own process, which may start a whole cluster next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +147,6 @@ class LocalCluster:
     def enter(self, state: State) -> None:
         """Set the environment through which Ray's clients find and may enter this cluster."""
         os.environ.update(ENVIRONMENT)
-        if state.training_only:
-            os.environ.update(QUIET)
         os.environ["RAY_AUTH_TOKEN_PATH"] = state.token_path
         os.environ["RAY_ADDRESS"] = state.ray_address
 
