@@ -13,8 +13,9 @@ import pytest
 pytestmark = pytest.mark.ray
 
 VERB = """
-import json, sys
+import json, os, sys
 import hybrid
+from hybrid.cluster.local import QUIET
 from hybrid.errors import Conflict
 
 project = hybrid.open(sys.argv[1])
@@ -22,12 +23,15 @@ with project.ray(training_only=True):
     import ray
 
     said = {"pools": sorted(n["Labels"]["pool"] for n in ray.nodes() if n["Alive"])}
+    settings = ray.remote(num_cpus=0)(lambda names: [n for n in names if n in os.environ])
+    said["quiet"] = ray.get(settings.remote(list(QUIET))) == list(QUIET)
     said["status"] = hybrid.open(sys.argv[1]).status()["cluster"]
     try:
         hybrid.open(sys.argv[1]).up()
     except Conflict as e:
         said["up"] = e.message
 said["after"] = project.local.state()
+said["left"] = [n for n in QUIET if n in os.environ]
 print(json.dumps(said))
 """
 
@@ -48,4 +52,6 @@ def test_training_alone_starts_only_what_it_needs_and_nothing_is_served_there(
     assert said["status"]["dashboard"] is None
     assert "a cluster of its own" in said["up"]
     assert said["after"] is None
+    assert said["quiet"]
+    assert said["left"] == []  # a whole cluster may be started next in the same process
     assert not (tmp_path / ".hybrid/store").exists()
