@@ -48,7 +48,7 @@ def test_training_alone_starts_only_what_it_needs_and_nothing_is_served_there(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
-    assert said["pools"] == ["gpu", "head"]
+    assert said["pools"] == ["gpu"]  # one node, the head's too
     assert said["status"]["dashboard"] is None
     assert "a cluster of its own" in said["up"]
     assert said["after"] is None

@@ -2,10 +2,11 @@
 
     python -m hybrid.cluster.local SPEC.json     (started by `LocalCluster.start`, not by hand)
 
-The supervisor starts a head, one gpu-pool node and some agents-pool nodes, writes its state file
-and waits. It ends on SIGTERM, SIGINT, or when the process it was bound to is gone, and takes every
-process beneath it along: it is the subreaper of all of them, so nothing a raylet leaves behind
-(HAProxy, a worker in the middle of a start) can outlive it.
+The supervisor starts a head, one gpu-pool node and some agents-pool nodes (for training only, the
+gpu-pool node is the head and alone), writes its state file and waits. It ends on SIGTERM, SIGINT,
+or when the process it was bound to is gone, and takes every process beneath it along: it is the
+subreaper of all of them, so nothing a raylet leaves behind (HAProxy, a worker in the middle of a
+start) can outlive it.
 """
 
 from __future__ import annotations
@@ -299,33 +300,40 @@ def _wait(bound: bool, store: EmbeddedStore | None) -> None:
 
 
 def _start_nodes(spec: dict[str, Any]) -> tuple[str, str | None]:
-    """Head, gpu node, agents nodes. Returns (GCS address, dashboard URL if there is one)."""
+    """Head, gpu node, agents nodes; for training only, the gpu node alone.
+
+    Returns:
+        (GCS address, dashboard URL if there is one).
+    """
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(shutdown_at_exit=False)
-    port = free_port()
+    port, alone, gpu = free_port(), spec["training_only"], spec["gpu"]
+    node = {
+        "num_cpus": gpu["cpus"],
+        "num_gpus": _visible_gpus(),
+        "object_store_memory": _OBJECT_STORE,
+        "labels": GPU.labels(),
+        "resources": GPU.resources(gpu["slots"]),
+    }
+    head = {
+        "num_cpus": 1,
+        "object_store_memory": _OBJECT_STORE,
+        "labels": HEAD.labels(),
+        "resources": HEAD.resources(1),
+    }
     cluster.add_node(
-        num_cpus=1,
-        object_store_memory=_OBJECT_STORE,
-        include_dashboard=not spec["training_only"],
-        include_log_monitor=not spec["training_only"],
-        no_monitor=spec["training_only"],
+        **(node if alone else head),  # a second node's processes would take from the ranks
+        include_dashboard=not alone,
+        include_log_monitor=not alone,
+        no_monitor=alone,
         dashboard_host="127.0.0.1",
         dashboard_port=port,
         # The default port is another cluster's, if one runs here; without it no job is taken.
         dashboard_agent_listen_port=free_port(),
-        labels=HEAD.labels(),
-        resources=HEAD.resources(1),
     )
-    gpu = spec["gpu"]
-    cluster.add_node(
-        wait=False,
-        num_cpus=gpu["cpus"],
-        num_gpus=_visible_gpus(),
-        object_store_memory=_OBJECT_STORE,
-        labels=GPU.labels(),
-        resources=GPU.resources(gpu["slots"]),
-    )
+    if not alone:
+        cluster.add_node(wait=False, **node)
     for _ in range(spec["agents"]["nodes"]):
         cluster.add_node(
             wait=False,
@@ -335,7 +343,7 @@ def _start_nodes(spec: dict[str, Any]) -> tuple[str, str | None]:
             resources=AGENTS.resources(1),
         )
     cluster.wait_for_nodes(timeout=60)
-    return cluster.address, f"http://127.0.0.1:{port}" if not spec["training_only"] else None
+    return cluster.address, None if alone else f"http://127.0.0.1:{port}"
 
 
 def _visible_gpus() -> int:
