@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybrid._ray_compat import draining_nodes
+from hybrid._ray_compat import draining_nodes, fit_workers
 from hybrid.errors import CheckpointError, HybridError, TrainingError, Unavailable
 from hybrid.pools import GPU
 from hybrid.training.hang_report import last_hang
@@ -96,39 +96,38 @@ def fit(job: Job, count: int, avoid: Avoid, worker: Callable[[dict[str, Any]], N
         worker: what each of them runs, given `job` and `avoid`.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchConfig
 
     settings, gpu = job.config.training, has_gpus()
     launcher = job.profiling.launcher if job.profiling else ""
     # A notice is often of 30 s: 5 until it is seen would be many.
     os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    trainer = TorchTrainer(
-        worker,
-        train_loop_config={"job": job, "avoid": dict(avoid)},
-        torch_config=TorchConfig(
-            backend=backend(gpu),
-            # A collective's own timeout says little: the watchdog is to be first.
-            timeout_s=math.ceil(3 * settings.faults.hang_s) + 60,
-        ),
-        scaling_config=ScalingConfig(
-            num_workers=count,
-            use_gpu=gpu,
-            resources_per_worker=worker_resources(settings.cpus_per_worker, gpu),
-            label_selector=GPU.selector_without(tuple(avoid)),
-        ),
-        run_config=RunConfig(
-            # Our checkpoints are our own, so each fit is a new run to Ray: a name used again
-            # would make it resume what it remembers.
-            name=f"{job.run_id}-{uuid.uuid4().hex[:6]}",
-            storage_path=str(job.config.run.dir.resolve() / "ray_train"),
-            # One place that starts again is enough: it is `run_workers`.
-            failure_config=FailureConfig(max_failures=0, max_preemption_failures=0),
-            worker_runtime_env={"py_executable": launcher} if launcher else None,
-        ),
-    )
     try:
-        trainer.fit()
+        fit_workers(
+            worker,
+            train_loop_config={"job": job, "avoid": dict(avoid)},
+            torch_config=TorchConfig(
+                backend=backend(gpu),
+                # A collective's own timeout says little: the watchdog is to be first.
+                timeout_s=math.ceil(3 * settings.faults.hang_s) + 60,
+            ),
+            scaling_config=ScalingConfig(
+                num_workers=count,
+                use_gpu=gpu,
+                resources_per_worker=worker_resources(settings.cpus_per_worker, gpu),
+                label_selector=GPU.selector_without(tuple(avoid)),
+            ),
+            run_config=RunConfig(
+                # Our checkpoints are our own, so each fit is a new run to Ray: a name used again
+                # would make it resume what it remembers.
+                name=f"{job.run_id}-{uuid.uuid4().hex[:6]}",
+                storage_path=str(job.config.run.dir.resolve() / "ray_train"),
+                # One place that starts again is enough: it is `run_workers`.
+                failure_config=FailureConfig(max_failures=0, max_preemption_failures=0),
+                worker_runtime_env={"py_executable": launcher} if launcher else None,
+            ),
+        )
     finally:
         shutil.rmtree(job.config.run.dir / "ray_train", ignore_errors=True)
 
